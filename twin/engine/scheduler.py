@@ -1,0 +1,887 @@
+"""The engine: vLLM 0.32's V1 scheduler in closed form.
+
+A *decision* makes the schedule of one step. vLLM takes one after every step; here only the ones
+that can change something are taken. While a batch merely decodes, the time of the next completion,
+of the next arrival and of the first step that lacks a block are all known, so the engine sleeps
+until the first of them (a *span*). With ``skip=False`` it takes every decision, and reports each.
+
+Async scheduling is a *lag* of one: the decision for step s is taken when step s - 1 - lag ends, so
+outputs, seats and blocks come back one decision later. One code path serves both.
+
+How blocks are counted: a decoding sequence that has computed c tokens before step s keeps its
+``offset`` s - c, and needs a new block whenever c is a multiple of the block size, so step s needs
+``_phase[s % block_tokens]`` new blocks in all. ``_phase`` is stored twice in a row so that any run
+of steps is one slice.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple
+
+from twin.engine.blocks import BlockPool, path_keys
+from twin.engine.sequence import DECODE, DONE, ENDING, PREFILL, WAITING
+from twin.engine.steptime import NEVER, TICK_BITS, span_ticks, steps_to_reach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from policy.cost import StepCost
+    from twin.engine.blocks import Hit
+    from twin.engine.sequence import EngineSettings, Sequence
+
+IDLE, SPAN, STEP, DECIDING = range(4)
+ORDER_BITS = 40
+ORDER_MASK = (1 << ORDER_BITS) - 1
+
+
+def _by_order(seq: Sequence) -> int:
+    return seq.order
+
+
+class EngineError(ValueError):
+    """A request that the engine cannot take, or a call that makes no sense now."""
+
+
+class StepRecord(NamedTuple):
+    """One decision, as ``on_step`` sees it."""
+
+    step: int
+    scheduled: list[tuple[int, int]]
+    """(id, tokens) in RUNNING order."""
+    preempted: list[int]
+    finished: list[int]
+    """Ended by the outputs processed since the previous record."""
+    running: list[int]
+    waiting: int
+    free_blocks: int
+
+
+class Load(NamedTuple):
+    """What an engine's metrics would show at an instant."""
+
+    running: int
+    waiting: int
+    kv_blocks_used: int
+
+
+class Engine:
+    """One replica's engine.
+
+    Args:
+        settings: sizes and switches.
+        cost: the step-time formula, in ticks.
+        on_first: called with a sequence when its first token has been computed.
+        on_finish: called with a sequence when its last token (or its embedding) has been computed.
+        skip: leave out the decisions that change nothing.
+        on_step: called after every decision; needs ``skip=False``.
+
+    The owner calls ``wake(now_ns)`` at ``next_wake_ns``, which changes with every call.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        cost: StepCost,
+        on_first: Callable[[Sequence], None] = lambda seq: None,
+        on_finish: Callable[[Sequence], None] = lambda seq: None,
+        skip: bool = True,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        if on_step is not None and skip:
+            raise EngineError("on_step sees every step only with skip=False")
+        self.settings = settings
+        self.cost = cost
+        self.next_wake_ns: int | None = None
+        self.now_ns = 0
+        self.steps = 0
+        """Steps that computed something."""
+        self.preemptions = 0
+        self.busy_ticks = 0
+        self.prefix_tokens_queried = 0
+        self.prefix_tokens_hit = 0
+        self._on_first = on_first
+        self._on_finish = on_finish
+        self._skip = skip
+        self._on_step = on_step
+        self._scheduled: list[tuple[int, int]] = []
+        self._preempted: list[int] = []
+        self._finished: list[int] = []
+        self._pool = BlockPool(settings.kv_blocks, settings.block_tokens, settings.prefix_caching)
+        self._block_tokens = settings.block_tokens
+        self._lag = 1 if settings.async_scheduling else 0
+        self._by_priority = settings.scheduling_policy == "priority"
+        self._mode = IDLE
+        self._step = 0
+        """The step to be decided next."""
+        self._decide_ticks = 0
+        """When it is decided: the end of step ``_step - 1 - lag``."""
+        self._end_ticks = 0
+        """End of step ``_step - 1``."""
+        self._span = 0
+        """Steps that pass until the next decision worth taking."""
+        self._first_ticks = 0
+        self._growth_ticks = 0
+        self._blocked = False
+        """The head of the waiting queue cannot be admitted before the batch changes."""
+        self._inbox: list[tuple[int, int, bool, Sequence]] = []
+        """(visible after, serial, is an abort, sequence), sorted."""
+        self._inbox_serial = 0
+        self._inbox_aborts = 0
+        self._waiting: deque[Sequence] = deque()
+        self._waiting_heap: list[tuple[int, int, int, Sequence]] = []
+        self._by_id: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}
+        """RUNNING, in order: the key counts admissions."""
+        self._admissions = 0
+        self._batch = 0
+        """Decoding sequences."""
+        self._kv_tokens = 0
+        """Sum of (computed + 1) over them."""
+        self._ends: list[int] = []
+        """Heap of (first step without it) << ORDER_BITS | order, of the decoding sequences."""
+        self._phase = [0] * (2 * settings.block_tokens)
+        self._partial: Sequence | None = None
+        """The one sequence whose prompt is computed in chunks; last of RUNNING."""
+        self._partial_tokens = 0
+        self._partial_blocks = 0
+        self._outputs: deque[tuple[int, list[Sequence], list[Sequence]]] = deque()
+        """(step, sequences with their first token, sequences with their last), oldest first."""
+
+    # ---- called by the owner ----
+
+    def check(self, seq: Sequence) -> None:
+        """Raise ``EngineError`` if ``seq`` could never be served: the real engine would hang.
+
+        vLLM refuses a prompt beyond ``max_model_len``; one that outgrows the whole pool blocks the
+        head of its queue for ever, so it is refused here.
+        """
+        limit = self.settings.max_model_len
+        room = limit - seq.prompt_tokens
+        if seq.prompt_tokens < 1:
+            raise EngineError(f"request {seq.id} has {seq.prompt_tokens} prompt tokens: at least 1")
+        if room < (0 if seq.pooling else 1):
+            raise EngineError(
+                f"request {seq.id} has {seq.prompt_tokens} prompt tokens: the model's "
+                f"max_model_len is {limit}"
+            )
+        outputs = 1 if seq.pooling else min(seq.output_tokens, seq.max_tokens or room, room)
+        blocks = -(-(seq.prompt_tokens + outputs - 1) // self._block_tokens)
+        if blocks > self.settings.kv_blocks - 1:
+            raise EngineError(
+                f"request {seq.id} needs {blocks} KV blocks ({seq.prompt_tokens} prompt and "
+                f"{outputs} output tokens): the whole cache has {self.settings.kv_blocks - 1}"
+            )
+
+    def submit(self, seq: Sequence, at_ns: int) -> None:
+        """Hand over a request; the first decision strictly after ``at_ns`` sees it.
+
+        Raises:
+            EngineError: it could never be served, or its id is in use.
+        """
+        self.check(seq)
+        if seq.id in self._by_id:
+            raise EngineError(f"request id {seq.id} is already in the engine: ids must be unique")
+        room = self.settings.max_model_len - seq.prompt_tokens
+        if seq.pooling:
+            seq.outputs = 1
+            seq.eos = False
+        else:
+            known = min(seq.max_tokens, room) if seq.max_tokens else room
+            seq.outputs = max(1, min(seq.output_tokens, known))
+            seq.eos = seq.outputs < known
+        if seq.prefix and self.settings.prefix_caching:
+            seq.path = path_keys(seq.prefix)
+            shared = min(len(seq.prefix) * seq.prefix_block_tokens, seq.prompt_tokens)
+            seq.shared_blocks = shared // self._block_tokens
+        seq.arrival_ns = at_ns
+        self._by_id[seq.id] = seq
+        self._post(at_ns, False, seq)
+
+    def abort(self, id: int, at_ns: int) -> bool:
+        """Drop a request at the first decision strictly after ``at_ns``; no call-back follows.
+
+        Returns whether the engine still had it.
+        """
+        seq = self._by_id.pop(id, None)
+        if seq is None:
+            return False
+        self._inbox_aborts += 1
+        self._post(max(at_ns, seq.arrival_ns), True, seq)
+        return True
+
+    def observe(self, now_ns: int) -> Load:
+        """Running, waiting and blocks in use at ``now_ns``, not before the last call.
+
+        Nothing changes: what a span has consumed by then is computed.
+        """
+        used = self.settings.kv_blocks - 1 - self._pool.free
+        if self._mode == SPAN and self._batch and self._span:
+            taken = min(self._decisions_until(now_ns), self._span)
+            used += self._blocks_for(taken)
+        waiting = len(self._waiting) + len(self._waiting_heap)
+        waiting += sum(1 for at, _, abort, _ in self._inbox if at < now_ns and not abort)
+        return Load(len(self._running), waiting, used)
+
+    def wake(self, now_ns: int) -> None:
+        """Take the decision that is due at ``now_ns`` (= ``next_wake_ns``)."""
+        self.now_ns = now_ns
+        if self._mode == SPAN and self._span:
+            self._advance(self._span)
+        self._mode = DECIDING
+        step = self._step
+        ends = self._ends
+        ended = self._collect_ended(step) if ends and ends[0] >> ORDER_BITS == step else None
+        outputs = self._outputs
+        if ended or (outputs and outputs[0][0] < step - self._lag):
+            self._deliver(ended)
+        if self._inbox and self._inbox[0][0] < now_ns:
+            self._drain(now_ns)
+        self._blocked = False
+        decided = False
+        if self._partial is not None or self._waiting or self._waiting_heap:
+            decided = self._decide()
+        if not decided:
+            self._plan_span()
+        if self._on_step is not None and self._mode != IDLE:
+            self._report()
+
+    # ---- inbox ----
+
+    def _post(self, at_ns: int, is_abort: bool, seq: Sequence) -> None:
+        self._inbox_serial += 1
+        item = (at_ns, self._inbox_serial, is_abort, seq)
+        inbox = self._inbox
+        if not inbox or inbox[-1][0] <= at_ns:
+            inbox.append(item)
+        else:
+            insort(inbox, item)
+        if self._mode == SPAN:
+            if self._span and not (is_abort or self._may_matter(seq)):
+                return
+            steps = self._decisions_until(at_ns)
+            if steps < self._span:
+                self._sleep(steps)
+            elif not self._span:
+                self._start_idle()
+        elif self._mode == IDLE:
+            self._start_idle()
+
+    def _may_matter(self, seq: Sequence) -> bool:
+        """Whether an arrival can change anything before the batch does."""
+        if not self._blocked:
+            return True
+        return self._by_priority and self._rank(seq) < self._waiting_heap[0]
+
+    def _rank(self, seq: Sequence) -> tuple[int, int, int, Sequence]:
+        return (seq.priority, seq.arrival_ns, seq.id, seq)
+
+    def _drain(self, now_ns: int) -> None:
+        inbox = self._inbox
+        count = 0
+        for at_ns, _, is_abort, seq in inbox:
+            if at_ns >= now_ns:
+                break
+            count += 1
+            if is_abort:
+                self._inbox_aborts -= 1
+                self._drop(seq)
+            else:
+                seq.state = WAITING
+                if self._by_priority:
+                    heappush(self._waiting_heap, self._rank(seq))
+                else:
+                    self._waiting.append(seq)
+        del inbox[:count]
+
+    def _drop(self, seq: Sequence) -> None:
+        """An abort, between two steps."""
+        state = seq.state
+        if state == DONE:
+            return
+        if state == WAITING:
+            self._unwait(seq)
+        else:
+            held, hashed = self._holding(seq, scheduled=False)
+            if state == DECODE:
+                self._leave_batch(seq)
+                self._forget_end(seq)
+            elif state == PREFILL:
+                self._partial = None
+            del self._running[seq.order]
+            self._pool.release(seq, held, hashed, keep=False)
+        seq.state = DONE
+
+    def _unwait(self, seq: Sequence) -> None:
+        if self._by_priority:
+            self._waiting_heap.remove(self._rank(seq))
+            heapify(self._waiting_heap)
+        else:
+            self._waiting.remove(seq)
+        self._pool.forget(seq)
+
+    # ---- time ----
+
+    def _sleep(self, steps: int) -> None:
+        """Take the next decision after ``steps`` more steps of the span."""
+        self._span = steps
+        self.next_wake_ns = self._decided_at(steps) >> TICK_BITS
+
+    def _decided_at(self, steps: int) -> int:
+        """When the decision for step ``_step + steps`` is taken, in ticks."""
+        if self._lag:
+            if not steps:
+                return self._decide_ticks
+            steps -= 1
+        return self._end_ticks + span_ticks(steps, self._first_ticks, self._growth_ticks)
+
+    def _decisions_until(self, at_ns: int) -> int:
+        """How many steps of the span pass before the first decision later than ``at_ns``."""
+        ticks = ((at_ns + 1) << TICK_BITS) - self._end_ticks
+        if not self._lag:
+            return steps_to_reach(ticks, self._first_ticks, self._growth_ticks)
+        if ticks <= 0:
+            return 1
+        return 1 + steps_to_reach(ticks, self._first_ticks, self._growth_ticks)
+
+    def _blocks_for(self, steps: int) -> int:
+        """Blocks that the batch needs in the next ``steps`` decode steps."""
+        size = self._block_tokens
+        rest = steps % size
+        first = self._step % size
+        return (steps // size) * self._batch + sum(self._phase[first : first + rest])
+
+    def _advance(self, steps: int) -> None:
+        """Let ``steps`` decode steps (or empty ones) pass."""
+        if self._batch:
+            self._pool.take(self._blocks_for(steps))
+            passed = span_ticks(steps, self._first_ticks, self._growth_ticks)
+            decided = self._decided_at(steps)
+            self._end_ticks += passed
+            self._decide_ticks = decided if self._lag else self._end_ticks
+            self.busy_ticks += passed
+            self.steps += steps
+            self._kv_tokens += self._batch * steps
+        else:
+            self._decide_ticks = self._end_ticks
+        self._step += steps
+
+    def _start_idle(self) -> None:
+        """With nothing in hand, the first decision is taken just after the inbox's first stamp."""
+        self._mode = SPAN
+        self._span = 0
+        self._blocked = False
+        start_ns = self._inbox[0][0] + 1
+        self._decide_ticks = self._end_ticks = start_ns << TICK_BITS
+        self._first_ticks = self._growth_ticks = 0
+        self.next_wake_ns = start_ns
+
+    # ---- outputs ----
+
+    def _collect_ended(self, step: int) -> list[Sequence]:
+        """Take those out of the batch that are not scheduled in ``step`` any more.
+
+        A sequence that reached a known limit has just computed its last token; its output is
+        processed ``lag`` decisions later. One that ended by EOS was scheduled ``lag`` steps too
+        far, and its last output is due now: these are returned.
+        """
+        ends = self._ends
+        running = self._running
+        lag = self._lag
+        due: list[Sequence] = []
+        in_flight: list[Sequence] = []
+        while ends and ends[0] >> ORDER_BITS == step:
+            seq = running[heappop(ends) & ORDER_MASK]
+            self._leave_batch(seq)
+            seq.state = ENDING
+            if lag and not seq.eos:
+                in_flight.append(seq)
+            else:
+                due.append(seq)
+        if in_flight:
+            self._put_ended(step - 1, in_flight)
+        return due
+
+    def _put_ended(self, step: int, ended: list[Sequence]) -> None:
+        outputs = self._outputs
+        if outputs and outputs[-1][0] == step:
+            outputs[-1][2].extend(ended)
+        else:
+            outputs.append((step, [], ended))
+
+    def _leave_batch(self, seq: Sequence) -> None:
+        self._batch -= 1
+        self._kv_tokens -= self._step - seq.offset + 1
+        size = self._block_tokens
+        phase = seq.offset % size
+        self._phase[phase] -= 1
+        self._phase[phase + size] -= 1
+
+    def _forget_end(self, seq: Sequence) -> None:
+        order = seq.order
+        self._ends = [end for end in self._ends if end & ORDER_MASK != order]
+        heapify(self._ends)
+
+    def _deliver(self, ended: list[Sequence] | None) -> None:
+        """Process the outputs that are due: free seats and blocks, then call back."""
+        firsts: list[Sequence] = []
+        outputs = self._outputs
+        if outputs and outputs[0][0] < self._step - self._lag:
+            _, firsts, others = outputs.popleft()
+            ended = ended + others if ended else others
+            if len(ended) > 1:  # freed in RUNNING order
+                ended.sort(key=_by_order)
+        for seq in ended or ():
+            if seq.state == DONE:
+                continue
+            if seq.state == WAITING:  # preempted with its last token in flight
+                self._unwait(seq)
+            else:
+                held, hashed = self._final_holding(seq)
+                del self._running[seq.order]
+                self._pool.release(seq, held, hashed, keep=False)
+        for seq in firsts:
+            if seq.state != DONE and seq.id in self._by_id:
+                self._on_first(seq)
+        for seq in ended or ():
+            if seq.state != DONE:
+                seq.state = DONE
+                if self._on_step is not None:
+                    self._finished.append(seq.id)
+                if self._by_id.pop(seq.id, None) is not None:
+                    self._on_finish(seq)
+
+    def _final_holding(self, seq: Sequence) -> tuple[int, int]:
+        """(blocks held, of these full and known) of a sequence all of whose outputs are known."""
+        size = self._block_tokens
+        tokens = seq.prompt_tokens + seq.outputs - 1
+        computed = max(tokens, self._computed_at_end(seq))
+        return -(-computed // size), tokens // size
+
+    def _computed_at_end(self, seq: Sequence) -> int:
+        """Tokens computed for an ended sequence: an EOS under async scheduling overran by one."""
+        if not seq.eos or not self._lag:
+            return 0
+        return self._step - seq.offset
+
+    # ---- deciding a step with a prefill ----
+
+    def _decide(self) -> bool:
+        """Schedule the step if it holds a prefill; otherwise say False and change nothing."""
+        pool = self._pool
+        batch = self._batch
+        budget = self.settings.max_num_batched_tokens - batch
+        if budget <= 0:
+            self._blocked = True
+            return False
+        wanted = self._phase[self._step % self._block_tokens]
+        if wanted > pool.free:
+            self._decide_preempting()
+            return True
+        if self._on_step is not None:
+            self._scheduled = self._decoding()
+        done: list[Sequence] = []
+        tokens = quad = 0
+        seq = self._partial
+        if seq is not None:
+            before = self._partial_tokens
+            tokens = min(seq.prompt_tokens + seq.replayed - before, budget)
+            after = before + tokens
+            blocks = -(-after // self._block_tokens) - self._partial_blocks
+            if wanted + blocks > pool.free:
+                self._decide_preempting()
+                return True
+            pool.take(wanted + blocks)
+            wanted = 0
+            self._chunk(seq, after, blocks, done)
+            quad = after * after - before * before
+            budget -= tokens
+            if self._on_step is not None:
+                self._scheduled.append((seq.id, tokens))
+        if self._waiting or self._waiting_heap:
+            wanted, new_tokens, new_quad, look_again = self._admit(wanted, budget, done)
+            tokens += new_tokens
+            quad += new_quad
+            if not tokens and not (look_again and batch):
+                return False
+        pool.take(wanted)
+        self._finish_step(batch, self._kv_tokens, tokens, quad, done)
+        return True
+
+    def _decoding(self) -> list[tuple[int, int]]:
+        return [(seq.id, 1) for seq in self._running.values() if seq.state == DECODE]
+
+    def _chunk(self, seq: Sequence, after: int, blocks: int, done: list[Sequence]) -> None:
+        """The partial prefill has reached ``after`` tokens."""
+        if after == seq.prompt_tokens + seq.replayed:
+            done.append(seq)
+            self._partial = None
+        else:
+            self._partial_tokens = after
+            self._partial_blocks += blocks
+        if seq.shared_blocks:
+            self._pool.register(seq, after)
+
+    def _admit(self, wanted: int, budget: int, done: list[Sequence]) -> tuple[int, int, int, bool]:
+        """Admit from the head of the waiting queue while it fits.
+
+        Args:
+            wanted: blocks that the decoding sequences need this step and have not taken yet. They
+                come first in the real order, but are left untouched until the head is known to
+                fit, so that a decision that admits nothing changes nothing.
+
+        Returns:
+            ``wanted`` that is still to be taken, prefill tokens, their quadratic term, and whether
+            the head must be looked at again after every step: where content lies in the pool
+            twice, evicting a free copy may uncover one in use, and then the head needs less.
+        """
+        pool = self._pool
+        size = self._block_tokens
+        tokens = quad = 0
+        look_again = False
+        while self._waiting or self._waiting_heap:
+            if budget <= 0 or len(self._running) >= self.settings.max_num_seqs:
+                self._blocked = True
+                break
+            seq = self._waiting_heap[0][3] if self._by_priority else self._waiting[0]
+            total = seq.prompt_tokens + seq.replayed
+            need = -(-total // size)
+            hit = pool.lookup(seq, total)
+            fits = need - hit.in_use <= pool.free - wanted
+            if not fits and hit.doubled:
+                look_again = True
+            elif not fits:
+                self._blocked = True
+                break
+            if wanted:
+                pool.take(wanted)
+                wanted = 0
+                if hit.blocks:
+                    hit = pool.lookup(seq, total)
+            if need - hit.in_use > pool.free:
+                break
+            cached = hit.blocks * size
+            chunk = min(total - cached, budget)
+            self._seat(seq, hit, cached + chunk, total, done)
+            tokens += chunk
+            quad += (cached + chunk) ** 2 - cached * cached
+            budget -= chunk
+            if self._on_step is not None:
+                self._scheduled.append((seq.id, chunk))
+        return wanted, tokens, quad, look_again
+
+    def _seat(self, seq: Sequence, hit: Hit, after: int, total: int, done: list[Sequence]) -> None:
+        """Move the head of WAITING to the end of RUNNING, with blocks for ``after`` tokens."""
+        pool = self._pool
+        if self._by_priority:
+            heappop(self._waiting_heap)
+        else:
+            self._waiting.popleft()
+        seq.order = self._admissions
+        self._admissions += 1
+        self._running[seq.order] = seq
+        cached_blocks = hit.blocks
+        if cached_blocks:
+            pool.claim(seq, hit)
+        elif seq.own_run is not None:
+            pool.forget(seq)
+        blocks = -(-after // self._block_tokens)
+        pool.take(blocks - cached_blocks)
+        if after == total:
+            done.append(seq)
+        else:
+            seq.state = PREFILL
+            self._partial = seq
+            self._partial_tokens = after
+            self._partial_blocks = blocks
+        if seq.shared_blocks:
+            pool.register(seq, after)
+        if seq.scheduled_ns < 0:
+            seq.scheduled_ns = self.now_ns
+            seq.cached_tokens = cached_blocks * self._block_tokens
+            self.prefix_tokens_queried += total
+            self.prefix_tokens_hit += seq.cached_tokens
+
+    def _finish_step(
+        self, batch: int, kv_tokens: int, tokens: int, quad: int, done: list[Sequence]
+    ) -> None:
+        """The step is decided: let its time pass and note what it will put out."""
+        step = self._step
+        if batch or tokens:
+            ticks = self.cost.step_ticks(batch, kv_tokens, tokens, quad)
+            self.steps += 1
+        else:
+            ticks = 0
+        self.busy_ticks += ticks
+        self._kv_tokens += self._batch
+        if done:
+            self._end_prefills(step, done)
+        self._step = step + 1
+        if self._lag:
+            self._decide_ticks = self._end_ticks
+            self._end_ticks += ticks
+        else:
+            self._end_ticks += ticks
+            self._decide_ticks = self._end_ticks
+        self._mode = STEP
+        self.next_wake_ns = self._decide_ticks >> TICK_BITS
+
+    def _end_prefills(self, step: int, done: list[Sequence]) -> None:
+        """Prefills completed in ``step``: each yields a token at its end, and decodes from then."""
+        firsts: list[Sequence] = []
+        ended: list[Sequence] = []
+        size = self._block_tokens
+        for seq in done:
+            kept = seq.replayed
+            total = seq.prompt_tokens + kept
+            seq.prefilled = total
+            seq.replayed = 0
+            if not kept and not seq.pooling:
+                firsts.append(seq)
+            more = seq.outputs - kept - 1
+            if not more and not (seq.eos and self._lag):
+                ended.append(seq)
+                seq.state = ENDING
+                continue
+            seq.state = DECODE
+            seq.offset = offset = step + 1 - total
+            self._batch += 1
+            self._kv_tokens += total + 1
+            phase = offset % size
+            self._phase[phase] += 1
+            self._phase[phase + size] += 1
+            end = step + 1 + more + (self._lag if seq.eos else 0)
+            heappush(self._ends, end << ORDER_BITS | seq.order)
+        if firsts or ended:
+            self._outputs.append((step, firsts, ended))
+
+    # ---- deciding a step that lacks blocks ----
+
+    def _decide_preempting(self) -> None:
+        """The running sequences need more blocks than there are: preempt, admit nobody.
+
+        RUNNING is walked in order. Under fcfs the last one goes; under priority the one with the
+        highest (priority, arrival), even if this step has scheduled it already. If a sequence must
+        preempt itself, all behind it stand still this step.
+        """
+        pool = self._pool
+        step = self._step
+        size = self._block_tokens
+        order = list(self._running.values())
+        budget = self.settings.max_num_batched_tokens
+        batch = kv_tokens = tokens = quad = 0
+        done: list[Sequence] = []
+        scheduled: dict[int, int] = {}
+        index = 0
+        while index < len(order) and budget > 0:
+            seq = order[index]
+            if seq.state == PREFILL:
+                before = self._partial_tokens
+                chunk = min(seq.prompt_tokens + seq.replayed - before, budget)
+                after = before + chunk
+                blocks = -(-after // size) - self._partial_blocks
+            elif seq.state == DECODE:
+                before = step - seq.offset
+                chunk = 1
+                blocks = 0 if before % size else 1
+            else:  # its last token is in flight
+                index += 1
+                continue
+            while blocks > pool.free:
+                at = self._victim(order)
+                victim = order.pop(at)
+                if at < index:
+                    index -= 1
+                counted = scheduled.pop(victim.id, 0)
+                if counted:
+                    batch -= 1
+                    kv_tokens -= step - victim.offset + 1
+                    budget += counted
+                self._preempt(victim, bool(counted))
+                if victim is seq:
+                    break
+            if seq.state == WAITING:
+                break
+            pool.take(blocks)
+            if seq.state == PREFILL:
+                self._chunk(seq, after, blocks, done)
+                tokens = chunk
+                quad = after * after - before * before
+            else:
+                batch += 1
+                kv_tokens += before + 1
+            scheduled[seq.id] = chunk
+            budget -= chunk
+            index += 1
+        self._stall_unscheduled(scheduled)
+        if self._on_step is not None:
+            self._scheduled = list(scheduled.items())
+        self._finish_step(batch, kv_tokens, tokens, quad, done)
+
+    def _victim(self, order: list[Sequence]) -> int:
+        """Index of the one to preempt; of equals the first in RUNNING, as ``max`` gives it."""
+        if not self._by_priority:
+            return len(order) - 1
+        return max(range(len(order)), key=lambda i: (order[i].priority, order[i].arrival_ns))
+
+    def _holding(self, seq: Sequence, scheduled: bool) -> tuple[int, int]:
+        """(blocks held, of these full and known) of a running sequence at a decision.
+
+        Blocks become known when they are scheduled, but generated tokens are known only when
+        their output has been processed: ``lag`` tokens later, except after a standstill, when
+        nothing was in flight.
+
+        Args:
+            scheduled: the step being decided holds it already.
+        """
+        size = self._block_tokens
+        if seq.state == PREFILL:
+            return self._partial_blocks, self._partial_tokens // size
+        if seq.state == DECODE:
+            before = self._step - seq.offset
+            computed = before + scheduled
+            lag = 0 if seq.stalled_step == self._step - 1 else self._lag
+        else:
+            before = computed = seq.prompt_tokens + seq.outputs - 1
+            lag = self._lag
+        known = max(computed - lag, seq.prefilled)
+        if seq.stalled_step == self._step - 2:
+            known = max(known, before)
+        return -(-computed // size), min(known, seq.prompt_tokens + seq.outputs - 1) // size
+
+    def _preempt(self, seq: Sequence, scheduled: bool) -> None:
+        held, hashed = self._holding(seq, scheduled)
+        self.preemptions += 1
+        seq.preemptions += 1
+        if seq.state == PREFILL:
+            self._partial = None
+        elif seq.state == DECODE:
+            outputs = self._step - seq.offset - seq.prompt_tokens + 1
+            self._leave_batch(seq)
+            self._forget_end(seq)
+            seq.replayed = min(outputs, seq.outputs)
+            if outputs >= seq.outputs:  # an EOS that the scheduler has not seen yet
+                self._put_ended(self._step - 1, [seq])
+        else:
+            seq.replayed = seq.outputs
+        del self._running[seq.order]
+        self._pool.release(seq, held, hashed, keep=True)
+        seq.state = WAITING
+        if self._by_priority:
+            heappush(self._waiting_heap, self._rank(seq))
+        else:
+            self._waiting.appendleft(seq)
+        if self._on_step is not None:
+            self._preempted.append(seq.id)
+
+    def _stall_unscheduled(self, scheduled: dict[int, int]) -> None:
+        """Decoding sequences left out of this step stand still: all of theirs is one step later."""
+        size = self._block_tokens
+        step = self._step
+        moved = False
+        for place, end in enumerate(self._ends):
+            seq = self._running[end & ORDER_MASK]
+            if seq.id in scheduled:
+                continue
+            moved = True
+            overrun = seq.eos and step - seq.offset >= seq.prompt_tokens + seq.outputs - 1
+            if not overrun:
+                self._ends[place] = end + (1 << ORDER_BITS)
+            seq.stalled_step = step
+            phase = seq.offset % size
+            self._phase[phase] -= 1
+            self._phase[phase + size] -= 1
+            seq.offset += 1
+            phase = seq.offset % size
+            self._phase[phase] += 1
+            self._phase[phase + size] += 1
+            self._kv_tokens -= 1  # _finish_step moves the whole batch on by one token
+        if moved:
+            heapify(self._ends)
+
+    # ---- planning a span ----
+
+    def _plan_span(self) -> None:
+        """No prefill can be scheduled now: find the next decision that can change anything."""
+        step = self._step
+        steps = NEVER
+        if self._ends:
+            steps = (self._ends[0] >> ORDER_BITS) - step
+        if self._outputs:
+            steps = min(steps, self._outputs[0][0] + 1 + self._lag - step)
+        batch = self._batch
+        if not batch:
+            self._plan_empty(steps)
+            return
+        if self._blocks_for(steps) > self._pool.free:
+            steps = self._steps_with_blocks()
+            if not steps:
+                self._decide_preempting()
+                return
+        cost = self.cost
+        self._first_ticks = cost.step_ticks(batch, self._kv_tokens, 0, 0)
+        self._growth_ticks = cost.per_kv_token * batch
+        self._mode = SPAN
+        if steps > 1:
+            if not self._skip:
+                steps = 1
+            elif self._inbox:
+                steps = self._steps_until_inbox(steps)
+        self._sleep(steps)
+        if self._on_step is not None:
+            self._scheduled = self._decoding()
+
+    def _steps_until_inbox(self, steps: int) -> int:
+        if not self._blocked or self._by_priority or self._inbox_aborts:
+            return min(steps, self._decisions_until(self._inbox[0][0]))
+        return steps
+
+    def _steps_with_blocks(self) -> int:
+        """How many decode steps the free blocks last; 0: not even one."""
+        size = self._block_tokens
+        rounds, free = divmod(self._pool.free, self._batch)
+        steps = rounds * size
+        step = self._step
+        while True:
+            free -= self._phase[(step + steps) % size]
+            if free < 0:
+                return steps
+            steps += 1
+
+    def _plan_empty(self, steps: int) -> None:
+        """Nothing can be computed in the next step."""
+        self._first_ticks = self._growth_ticks = 0
+        if steps != NEVER or self._end_ticks > self._decide_ticks:
+            # Last tokens, or a step run too far, are still in flight.
+            self._mode = SPAN
+            self._sleep(1)
+        elif self._waiting or self._waiting_heap:
+            raise EngineError("the head of the waiting queue does not fit into an empty engine")
+        elif self._inbox:
+            self._start_idle()
+        else:
+            self._mode = IDLE
+            self.next_wake_ns = None
+
+    # ---- reporting every step ----
+
+    def _report(self) -> None:
+        assert self._on_step is not None
+        in_span = self._mode == SPAN
+        taken_later = self._blocks_for(self._span) if in_span else 0
+        self._on_step(
+            StepRecord(
+                self._step if in_span else self._step - 1,
+                self._scheduled,
+                self._preempted,
+                self._finished,
+                [seq.id for seq in self._running.values()],
+                len(self._waiting) + len(self._waiting_heap),
+                self._pool.free - taken_later,
+            )
+        )
+        self._scheduled = []
+        self._preempted = []
+        self._finished = []
