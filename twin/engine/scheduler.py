@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from twin.engine.blocks import BlockPool, path_keys
 from twin.engine.sequence import DECODE, DONE, ENDING, PREFILL, WAITING
-from twin.engine.steptime import NEVER, TICK_BITS, span_ticks, steps_to_reach
+from twin.engine.steptime import TICK_BITS, span_ticks, steps_to_reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from twin.engine.sequence import EngineSettings, Sequence
 
 IDLE, SPAN, STEP, DECIDING = range(4)
-ORDER_BITS = 40
+ORDER_BITS = 32
 ORDER_MASK = (1 << ORDER_BITS) - 1
 
 
@@ -228,8 +228,11 @@ class Engine:
     def wake(self, now_ns: int) -> None:
         """Take the decision that is due at ``now_ns`` (= ``next_wake_ns``)."""
         self.now_ns = now_ns
-        if self._mode == SPAN and self._span:
-            self._advance(self._span)
+        if self._mode == SPAN:
+            if self._span:
+                self._advance(self._span)
+        elif self._mode == IDLE:
+            self._decide_ticks = self._end_ticks = now_ns << TICK_BITS
         self._mode = DECIDING
         step = self._step
         ends = self._ends
@@ -240,10 +243,9 @@ class Engine:
         if self._inbox and self._inbox[0][0] < now_ns:
             self._drain(now_ns)
         self._blocked = False
-        decided = False
-        if self._partial is not None or self._waiting or self._waiting_heap:
-            decided = self._decide()
-        if not decided:
+        if not (self._partial is not None or self._waiting or self._waiting_heap) or (
+            not self._decide()
+        ):
             self._plan_span()
         if self._on_step is not None and self._mode != IDLE:
             self._report()
@@ -259,15 +261,12 @@ class Engine:
         else:
             insort(inbox, item)
         if self._mode == SPAN:
-            if self._span and not (is_abort or self._may_matter(seq)):
-                return
-            steps = self._decisions_until(at_ns)
-            if steps < self._span:
-                self._sleep(steps)
-            elif not self._span:
-                self._start_idle()
+            if is_abort or self._may_matter(seq):
+                steps = self._decisions_until(at_ns)
+                if steps < self._span:
+                    self._sleep(steps)
         elif self._mode == IDLE:
-            self._start_idle()
+            self.next_wake_ns = inbox[0][0] + 1
 
     def _may_matter(self, seq: Sequence) -> bool:
         """Whether an arrival can change anything before the batch does."""
@@ -339,7 +338,10 @@ class Engine:
 
     def _decisions_until(self, at_ns: int) -> int:
         """How many steps of the span pass before the first decision later than ``at_ns``."""
-        ticks = ((at_ns + 1) << TICK_BITS) - self._end_ticks
+        ticks = (at_ns + 1) << TICK_BITS
+        if ticks <= self._decide_ticks:
+            return 0
+        ticks -= self._end_ticks
         if not self._lag:
             return steps_to_reach(ticks, self._first_ticks, self._growth_ticks)
         if ticks <= 0:
@@ -354,29 +356,23 @@ class Engine:
         return (steps // size) * self._batch + sum(self._phase[first : first + rest])
 
     def _advance(self, steps: int) -> None:
-        """Let ``steps`` decode steps (or empty ones) pass."""
-        if self._batch:
+        """Let ``steps`` decode steps (or an empty one) pass."""
+        batch = self._batch
+        if batch:
             self._pool.take(self._blocks_for(steps))
-            passed = span_ticks(steps, self._first_ticks, self._growth_ticks)
-            decided = self._decided_at(steps)
+            first = self._first_ticks
+            growth = self._growth_ticks
+            before = steps - 1
+            until_last = before * first + growth * (before * (before - 1) >> 1)
+            passed = until_last + first + growth * before
+            self._decide_ticks = self._end_ticks + (until_last if self._lag else passed)
             self._end_ticks += passed
-            self._decide_ticks = decided if self._lag else self._end_ticks
             self.busy_ticks += passed
             self.steps += steps
-            self._kv_tokens += self._batch * steps
+            self._kv_tokens += batch * steps
         else:
             self._decide_ticks = self._end_ticks
         self._step += steps
-
-    def _start_idle(self) -> None:
-        """With nothing in hand, the first decision is taken just after the inbox's first stamp."""
-        self._mode = SPAN
-        self._span = 0
-        self._blocked = False
-        start_ns = self._inbox[0][0] + 1
-        self._decide_ticks = self._end_ticks = start_ns << TICK_BITS
-        self._first_ticks = self._growth_ticks = 0
-        self.next_wake_ns = start_ns
 
     # ---- outputs ----
 
@@ -625,6 +621,9 @@ class Engine:
         else:
             self._end_ticks += ticks
             self._decide_ticks = self._end_ticks
+        if self._skip and not (self._partial is not None or self._waiting or self._waiting_heap):
+            if self._batch and self._plan_decoding():
+                return
         self._mode = STEP
         self.next_wake_ns = self._decide_ticks >> TICK_BITS
 
@@ -805,33 +804,51 @@ class Engine:
 
     def _plan_span(self) -> None:
         """No prefill can be scheduled now: find the next decision that can change anything."""
+        if not self._batch:
+            self._plan_empty()
+        elif not self._plan_decoding():
+            self._decide_preempting()
+        elif self._on_step is not None:
+            self._scheduled = self._decoding()
+
+    def _plan_decoding(self) -> bool:
+        """Sleep over the steps in which the batch merely decodes, from step ``_step`` on.
+
+        This may be called ahead of that step's decision, right after the step before was decided.
+
+        Returns:
+            Whether there is such a step: False if blocks lack, or (ahead only) the decision for
+            ``_step`` has outputs to process or arrivals to see.
+        """
         step = self._step
-        steps = NEVER
-        if self._ends:
-            steps = (self._ends[0] >> ORDER_BITS) - step
+        steps = (self._ends[0] >> ORDER_BITS) - step
         if self._outputs:
-            steps = min(steps, self._outputs[0][0] + 1 + self._lag - step)
-        batch = self._batch
-        if not batch:
-            self._plan_empty(steps)
-            return
-        if self._blocks_for(steps) > self._pool.free:
+            due = self._outputs[0][0] + 1 + self._lag - step
+            if due < steps:
+                steps = due
+        if steps <= 0:
+            return False
+        free = self._pool.free
+        if steps * self._batch > free and self._blocks_for(steps) > free:
             steps = self._steps_with_blocks()
             if not steps:
-                self._decide_preempting()
-                return
+                return False
         cost = self.cost
-        self._first_ticks = cost.step_ticks(batch, self._kv_tokens, 0, 0)
-        self._growth_ticks = cost.per_kv_token * batch
+        self._first_ticks = first = cost.step_ticks(self._batch, self._kv_tokens, 0, 0)
+        self._growth_ticks = growth = cost.per_kv_token * self._batch
+        if not self._skip:
+            steps = 1
+        elif self._inbox:
+            steps = self._steps_until_inbox(steps)
+            if not steps:
+                return False
         self._mode = SPAN
-        if steps > 1:
-            if not self._skip:
-                steps = 1
-            elif self._inbox:
-                steps = self._steps_until_inbox(steps)
-        self._sleep(steps)
-        if self._on_step is not None:
-            self._scheduled = self._decoding()
+        self._span = steps
+        if self._lag:
+            steps -= 1
+        ticks = self._end_ticks + steps * first + growth * (steps * (steps - 1) >> 1)
+        self.next_wake_ns = ticks >> TICK_BITS
+        return True
 
     def _steps_until_inbox(self, steps: int) -> int:
         if not self._blocked or self._by_priority or self._inbox_aborts:
@@ -850,20 +867,18 @@ class Engine:
                 return steps
             steps += 1
 
-    def _plan_empty(self, steps: int) -> None:
+    def _plan_empty(self) -> None:
         """Nothing can be computed in the next step."""
         self._first_ticks = self._growth_ticks = 0
-        if steps != NEVER or self._end_ticks > self._decide_ticks:
+        if self._outputs or self._end_ticks > self._decide_ticks:
             # Last tokens, or a step run too far, are still in flight.
             self._mode = SPAN
             self._sleep(1)
         elif self._waiting or self._waiting_heap:
             raise EngineError("the head of the waiting queue does not fit into an empty engine")
-        elif self._inbox:
-            self._start_idle()
         else:
             self._mode = IDLE
-            self.next_wake_ns = None
+            self.next_wake_ns = self._inbox[0][0] + 1 if self._inbox else None
 
     # ---- reporting every step ----
 

@@ -1,0 +1,188 @@
+"""A trace on its way into the world: spread, sped up, scaled, in columns of plain Python values.
+
+Rows stay in Arrow batches until they are settled; only what the world needs is unpacked. So memory
+holds the batches with open requests, however long the trace is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from traces import TraceError, spread_ties
+from traces.spread import uniforms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from traces import Trace
+
+NS = 1_000_000_000
+BYTES_PER_TOKEN = 4
+"""Prompt bytes of a token, where the trace knows no bytes: about that of English text."""
+COPY_SPREAD_S = 1.0
+"""Copies made by ``scale`` above 1 are spread over this long after the original."""
+
+
+class Chunk:
+    """A batch of requests: as columns to simulate from, and with room for what became of them."""
+
+    __slots__ = (
+        "arrival_ns", "batch", "deadline_ns", "endpoint", "line", "max_tokens", "model", "open",
+        "output_tokens", "prefix", "prefix_block_tokens", "prompt_bytes", "prompt_tokens",
+        "results", "session", "sla", "user",
+    )  # fmt: skip
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        rows = batch.num_rows
+        self.batch = batch
+        self.arrival_ns: list[int] = np.rint(_numbers(batch, "arrival_s") * NS).astype(int).tolist()
+        self.prompt_tokens: list[int] = _numbers(batch, "prompt_tokens").tolist()
+        self.output_tokens: list[int] = _integers(batch, "output_tokens", 0)
+        prompt_bytes = _column(batch, "prompt_bytes")
+        if prompt_bytes.null_count:
+            self.prompt_bytes = [BYTES_PER_TOKEN * tokens for tokens in self.prompt_tokens]
+        else:
+            self.prompt_bytes = prompt_bytes.to_numpy().tolist()
+        self.max_tokens = _integers(batch, "max_output_tokens", 0)
+        self.deadline_ns = [round(value * NS) for value in _floats(batch, "deadline_s")]
+        self.model = _strings(batch, "model")
+        self.endpoint = [value or "chat" for value in _strings(batch, "endpoint")]
+        self.sla = _strings(batch, "sla_class")
+        self.line = _strings(batch, "business_line")
+        self.user = _names(batch, "user_id", "u")
+        self.session = _names(batch, "session_id", "s")
+        self.prefix_block_tokens = _integers(batch, "prefix_block_tokens", 0)
+        prefix = _column(batch, "prefix_ids")
+        self.prefix: list[tuple[int, ...]]
+        if prefix.null_count == rows:
+            self.prefix = [()] * rows
+        else:
+            self.prefix = [tuple(ids) if ids else () for ids in prefix.to_pylist()]
+        self.results: list[Any] = [None] * rows
+        self.open = rows
+
+
+def arrivals(
+    trace: Trace,
+    *,
+    seed: int = 0,
+    speed: float = 1.0,
+    scale: float = 1.0,
+    scale_lengths: float = 1.0,
+) -> Iterator[Chunk]:
+    """The trace's requests in order of arrival.
+
+    Args:
+        seed: of everything drawn here: ties, thinning, copies.
+        speed: the trace runs this many times as fast.
+        scale: the rate is multiplied by this, at the trace's own pace: below 1 requests are left
+            out, above 1 copies are added within a second of the original.
+        scale_lengths: prompts and answers are this many times as long.
+
+    Raises:
+        TraceError: the trace has no absolute arrivals, or a factor is not above 0.
+    """
+    for name, value in (("speed", speed), ("scale", scale), ("scale_lengths", scale_lengths)):
+        if not value > 0:
+            raise TraceError(f"{name} is {value}: it must be above 0")
+    if not trace.has_arrivals:
+        raise TraceError(
+            f"{trace.path}: arrivals are relative to their sessions; import the trace again with "
+            "--session-rate, so that sessions start at a rate of your choice"
+        )
+    batches: Iterable[pa.RecordBatch] = trace.batches()
+    if scale != 1.0:
+        batches = (_scaled(batch, scale, seed) for batch in batches)
+    for batch in spread_ties(batches, seed):
+        if not batch.num_rows:
+            continue
+        if speed != 1.0:
+            batch = _with(batch, "arrival_s", _numbers(batch, "arrival_s") / speed)
+        if scale_lengths != 1.0:
+            batch = _lengthened(batch, scale_lengths)
+        yield Chunk(batch)
+
+
+def _scaled(batch: pa.RecordBatch, scale: float, seed: int) -> pa.RecordBatch:
+    """Rows repeated ``scale`` times on average; ids stay unique and rising in the original."""
+    ids = _numbers(batch, "request_id")
+    whole = int(scale)
+    copies = whole + (uniforms(ids, seed + 1) < scale - whole)
+    order = np.repeat(np.arange(ids.size), copies)
+    first = np.r_[0, np.cumsum(copies)[:-1]] if ids.size else np.zeros(0, int)
+    number = np.arange(order.size) - first[order]
+    batch = batch.take(pa.array(order))
+    resolution = _numbers(batch, "arrival_res_s")
+    batch = _with(batch, "request_id", ids[order] * (whole + 1) + number)
+    return _with(batch, "arrival_res_s", np.where(number > 0, COPY_SPREAD_S, resolution))
+
+
+def _lengthened(batch: pa.RecordBatch, factor: float) -> pa.RecordBatch:
+    for name in ("prompt_tokens", "output_tokens", "prompt_bytes", "max_output_tokens"):
+        column = _column(batch, name)
+        if column.null_count:
+            values = [
+                None if value is None else max(1, round(value * factor))
+                for value in column.to_pylist()
+            ]
+        else:
+            numbers = column.to_numpy()
+            values = np.where(numbers > 0, np.maximum(1, np.rint(numbers * factor)), 0)
+        batch = _with(batch, name, values)
+    return batch
+
+
+def _with(batch: pa.RecordBatch, name: str, values: Any) -> pa.RecordBatch:
+    index = batch.schema.get_field_index(name)
+    field = batch.schema.field(index)
+    if isinstance(values, np.ndarray):
+        values = values.astype(field.type.to_pandas_dtype())
+    return batch.set_column(index, field, pa.array(values, field.type))
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
+    return batch.column(batch.schema.get_field_index(name))
+
+
+def _numbers(batch: pa.RecordBatch, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    values: np.ndarray[Any, np.dtype[Any]] = _column(batch, name).to_numpy(zero_copy_only=False)
+    return values
+
+
+def _integers(batch: pa.RecordBatch, name: str, default: int) -> list[int]:
+    column = _column(batch, name)
+    if column.null_count == len(column):
+        return [default] * len(column)
+    if column.null_count:
+        return [default if value is None else value for value in column.to_pylist()]
+    values: list[int] = column.to_numpy().tolist()
+    return values
+
+
+def _floats(batch: pa.RecordBatch, name: str) -> list[float]:
+    column = _column(batch, name)
+    if column.null_count == len(column):
+        return [0.0] * len(column)
+    return [0.0 if value is None else value for value in column.to_pylist()]
+
+
+def _strings(batch: pa.RecordBatch, name: str) -> list[str]:
+    """A dictionary column; null becomes the empty string."""
+    column = _column(batch, name)
+    if column.null_count == len(column):
+        return [""] * len(column)
+    words = [word or "" for word in column.dictionary.to_pylist()]
+    words.append("")
+    indices = column.indices.fill_null(len(words) - 1) if column.null_count else column.indices
+    return [words[index] for index in indices.to_numpy().tolist()]
+
+
+def _names(batch: pa.RecordBatch, name: str, prefix: str) -> list[str]:
+    """A column of numbers as names for the policy; null becomes the empty string."""
+    column = _column(batch, name)
+    if column.null_count == len(column):
+        return [""] * len(column)
+    return ["" if value is None else f"{prefix}{value}" for value in column.to_pylist()]

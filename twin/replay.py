@@ -1,0 +1,216 @@
+"""One run: a trace through a fleet under a policy, and what came of it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from policy.compose import build_policy
+from policy.files import code_hash
+from policy.log import FullLog, HashLog, Header, SampleLog
+from policy.parameters import canonical
+from traces import TraceWriter
+from twin.arrivals import arrivals
+from twin.results import Observed, results_batch
+from twin.summary import Slo, Summary
+from twin.world import World, WorldSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from policy.parameters import Parameters
+    from traces import Trace
+    from twin.arrivals import Chunk
+    from twin.fleet import ReplicaSpec
+    from twin.world import Sample
+
+LogMode = Literal["full", "hash", "sample"]
+SAMPLES_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """How a trace is played."""
+
+    seed: int = 0
+    speed: float = 1.0
+    scale: float = 1.0
+    scale_lengths: float = 1.0
+    log: LogMode = "hash"
+    skip: bool = True
+    slo: Slo = field(default_factory=Slo)
+    world: WorldSettings = field(default_factory=WorldSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What came of a run."""
+
+    policy: str
+    """Its name."""
+    trace: str
+    options: ReplayOptions
+    fleet: list[ReplicaSpec]
+    summary: Summary
+    samples: list[Sample]
+    span_s: float
+    """First arrival to last settlement."""
+    gpu_busy: list[float]
+    """By replica."""
+    engine_steps: int
+    engine_preemptions: int
+    decisions: int
+    """Records in the decision log."""
+    log_hash: str
+    refused: int
+    wall_s: float
+    cpu_s: float
+    peak_mib: float
+
+    @property
+    def gpu_hours(self) -> float:
+        return sum(spec.profile.tensor_parallel for spec in self.fleet) * self.span_s / 3600
+
+    @property
+    def usd_per_million_good_tokens(self) -> float | None:
+        """GPU price of a million output tokens of requests within their SLO."""
+        tokens = self.summary.all.good_output_tokens
+        usd = sum(spec.usd_per_hour for spec in self.fleet) * self.span_s / 3600
+        return usd / tokens * 1e6 if tokens else None
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as plain values, ready for JSON."""
+        summary = self.summary
+        prompt_tokens = summary.prompt_tokens
+        return {
+            "schema": 1,
+            "policy": self.policy,
+            "trace": self.trace,
+            "fleet": [
+                {"name": spec.name, "profile": spec.profile.name,
+                 "trust": spec.profile.trust.status, "kv_blocks": spec.settings.kv_blocks}
+                for spec in self.fleet
+            ],
+            "options": asdict(self.options),
+            "span_s": self.span_s,
+            "all": summary.all.figures(self.span_s),
+            **{
+                f"by_{kind}": {name: group.figures(self.span_s) for name, group in groups.items()}
+                for kind, groups in summary.groups.items()
+            },
+            "shed_or_failed": summary.shed_why,
+            "prefix_hit_share": summary.cached_tokens / prompt_tokens if prompt_tokens else None,
+            "gpu_busy_share": self.gpu_busy,
+            "gpu_hours": self.gpu_hours,
+            "usd_per_million_good_tokens": self.usd_per_million_good_tokens,
+            "engine_steps": self.engine_steps,
+            "engine_preemptions": self.engine_preemptions,
+            "decisions": self.decisions,
+            "log_hash": self.log_hash,
+            "refused_events": self.refused,
+            "wall_s": self.wall_s,
+            "cpu_s": self.cpu_s,
+            "peak_mib": self.peak_mib,
+        }  # fmt: skip
+
+
+def replay(
+    trace: Trace,
+    fleet: list[ReplicaSpec],
+    parameters: Parameters,
+    options: ReplayOptions | None = None,
+    *,
+    policy_name: str = "",
+    out: Path | None = None,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> Replay:
+    """Play ``trace`` through ``fleet`` under the policy of ``parameters``.
+
+    Args:
+        policy_name: for the report.
+        out: folder for ``requests.parquet`` and, unless the log is only hashed, ``decisions.N.log``.
+        progress: called with the number of requests settled since the last call.
+
+    Raises:
+        TraceError: the trace cannot be played; nothing is left half-written.
+    """
+    options = options or ReplayOptions()
+    policy = build_policy(parameters)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    header = Header(schema=1, code_hash=code_hash(), policy=canonical(parameters), wall_ns=0)
+    log = _log(options.log, header, policy.snapshot, out)
+    summary = Summary(options.slo)
+    source = arrivals(
+        trace, seed=options.seed, speed=options.speed, scale=options.scale,
+        scale_lengths=options.scale_lengths,
+    )  # fmt: skip
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    with ExitStack() as stack:
+        writer = None
+        if out is not None:
+            writer = stack.enter_context(TraceWriter(out / "requests.parquet"))
+
+        def settled(chunk: Chunk) -> None:
+            seen = Observed(chunk, fleet, options.world)
+            summary.add(chunk, seen)
+            if writer is not None:
+                writer.write(results_batch(chunk, seen, fleet))
+            progress(len(chunk.results))
+
+        world = World(fleet, policy, log, settled, options.world, options.skip)
+        first_ns, source = _peek(source)
+        world.run(source)
+    log.close()
+    span_s = (max(summary.last_ns, first_ns) - first_ns) / 1e9
+    engines = [replica.engine for replica in world.replicas]
+    busy = [engine.busy_ticks / (span_s * 1e9 * 1024) if span_s else 0.0 for engine in engines]
+    return Replay(
+        policy=policy_name,
+        trace=str(trace.path.name),
+        options=options,
+        fleet=fleet,
+        summary=summary,
+        samples=thinned(world.samples),
+        span_s=span_s,
+        gpu_busy=busy,
+        engine_steps=sum(engine.steps for engine in engines),
+        engine_preemptions=sum(engine.preemptions for engine in engines),
+        decisions=log.count,
+        log_hash=log.hexdigest(),
+        refused=world.refused,
+        wall_s=time.perf_counter() - wall_s,
+        cpu_s=time.process_time() - cpu_s,
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+def thinned(samples: list[Sample]) -> list[Sample]:
+    """At most about ``SAMPLES_MAX`` of them, evenly."""
+    return samples[:: max(1, len(samples) // SAMPLES_MAX)]
+
+
+def _peek(source: Iterator[Chunk]) -> tuple[int, Iterator[Chunk]]:
+    first = next(source)
+
+    def chunks() -> Iterator[Chunk]:
+        yield first
+        yield from source
+
+    return first.arrival_ns[0], chunks()
+
+
+def _log(mode: LogMode, header: Header, snapshot: Callable[[], bytes], out: Path | None) -> HashLog:
+    if mode == "hash":
+        return HashLog()
+    folder = out if out is not None else Path()
+
+    def segment(index: int) -> Any:
+        return (folder / f"decisions.{index}.log").open("wb")
+
+    kind = FullLog if mode == "full" else SampleLog
+    return kind(header, snapshot, segment)
