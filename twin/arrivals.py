@@ -6,11 +6,12 @@ holds the batches with open requests, however long the trace is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import pyarrow as pa
 
+from policy.events import Endpoint
 from traces import TraceError, spread_ties
 from traces.spread import uniforms
 
@@ -49,7 +50,7 @@ class Chunk:
         self.max_tokens = _integers(batch, "max_output_tokens", 0)
         self.deadline_ns = [round(value * NS) for value in _floats(batch, "deadline_s")]
         self.model = _strings(batch, "model")
-        self.endpoint = [value or "chat" for value in _strings(batch, "endpoint")]
+        self.endpoint = _endpoints(batch)
         self.sla = _strings(batch, "sla_class")
         self.line = _strings(batch, "business_line")
         self.user = _names(batch, "user_id", "u")
@@ -123,6 +124,7 @@ def _scaled(batch: pa.RecordBatch, scale: float, seed: int) -> pa.RecordBatch:
 def _lengthened(batch: pa.RecordBatch, factor: float) -> pa.RecordBatch:
     for name in ("prompt_tokens", "output_tokens", "prompt_bytes", "max_output_tokens"):
         column = _column(batch, name)
+        values: Any
         if column.null_count:
             values = [
                 None if value is None else max(1, round(value * factor))
@@ -141,6 +143,13 @@ def _with(batch: pa.RecordBatch, name: str, values: Any) -> pa.RecordBatch:
     if isinstance(values, np.ndarray):
         values = values.astype(field.type.to_pandas_dtype())
     return batch.set_column(index, field, pa.array(values, field.type))
+
+
+def _endpoints(batch: pa.RecordBatch) -> list[Endpoint]:
+    """The endpoint column; null, and what is none of the gateway's endpoints, is a chat."""
+    known = set(get_args(Endpoint))
+    names = _strings(batch, "endpoint")
+    return [cast("Endpoint", name) if name in known else "chat" for name in names]
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:

@@ -132,7 +132,7 @@ def replay(
 
     Args:
         policy_name: for the report.
-        out: folder for ``requests.parquet`` and, unless the log is only hashed, ``decisions.N.log``.
+        out: folder for ``requests.parquet``, and for ``decisions.N.log`` unless it is only hashed.
         progress: called with the number of requests settled since the last call.
 
     Raises:

@@ -12,7 +12,7 @@ What happens at the same instant has a fixed order: arrivals, deliveries, then e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import simpy
 
@@ -131,8 +131,8 @@ class _Replica:
     """An engine in the world: wakes it, and carries its answers back."""
 
     __slots__ = (
-        "_alarm", "_callbacks", "_env", "_priority", "_world", "engine", "entry_ns", "exit_ns", "id", "spec",
-        "token_out_ns",
+        "_alarm", "_callbacks", "_env", "_priority", "_world", "engine", "entry_ns", "exit_ns",
+        "id", "spec", "token_out_ns",
     )  # fmt: skip
 
     def __init__(self, world: World, spec: ReplicaSpec, skip: bool) -> None:
@@ -140,7 +140,7 @@ class _Replica:
         self._env = world.env
         self._priority = ENGINES + spec.id
         self._alarm: _Event | None = None
-        self._callbacks = [self._wake]
+        self._callbacks: list[Callable[[Any], None]] = [self._wake]
         self.id = spec.id
         self.spec = spec
         network_ns = world.settings.network_ns
@@ -187,13 +187,13 @@ class _Replica:
         self._env.schedule(event, self._priority, wake_ns - now_ns)
 
     def _first(self, seq: Sequence) -> None:
-        call: _Call = seq.data  # type: ignore[assignment]
+        call: _Call = seq.data
         call.first_ns = self.engine.now_ns
         delay_ns = self.token_out_ns + self._world.settings.network_ns
         self._env.schedule(_Event(self._env, self._world.first_token, seq), DELIVERIES, delay_ns)
 
     def _finish(self, seq: Sequence) -> None:
-        call: _Call = seq.data  # type: ignore[assignment]
+        call: _Call = seq.data
         call.last_ns = self.engine.now_ns
         delay_ns = self.exit_ns
         if not seq.pooling:
@@ -222,7 +222,8 @@ class World:
         skip: bool = True,
     ) -> None:
         self.settings = settings or WorldSettings()
-        self.env = simpy.Environment()
+        env: Any = simpy.Environment()  # its time may be a float: here it never is
+        self.env = env
         self.samples: list[Sample] = []
         self.arrived = 0
         self.dispatched = 0
@@ -238,14 +239,12 @@ class World:
         self._source: Iterator[Chunk] = iter(())
         self._more = True
         self._ticks = 0
-        env = self.env
         self.runner = Runner(policy, lambda: env._now, self._apply, self._arm, log)
         self.replicas = [_Replica(self, spec, skip) for spec in fleet]
 
     @property
     def now_ns(self) -> int:
-        now: int = self.env._now
-        return now
+        return cast("int", self.env._now)
 
     def run(self, chunks: Iterator[Chunk]) -> None:
         """Play all of ``chunks`` and let everything come to its end.

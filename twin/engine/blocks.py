@@ -305,7 +305,7 @@ class BlockPool:
             seq.held.append((extent, count))
             return
         if seq.held:
-            extent, held = seq.held[-1]  # type: ignore[assignment]
+            extent, held = seq.held[-1]
             grows = (
                 extent is copies[-1]
                 and extent.refs == 1
@@ -349,11 +349,11 @@ class BlockPool:
 
     def _release_shared(self, seq: Sequence) -> None:
         for extent, count in reversed(seq.held):
-            if extent.count == count:  # type: ignore[attr-defined]
-                self._drop(extent)  # type: ignore[arg-type]
+            if extent.count == count:
+                self._drop(extent)
                 continue
             parts = []
-            part: Extent | None = extent  # type: ignore[assignment]
+            part: Extent | None = extent
             while count:
                 assert part is not None
                 parts.append(part)

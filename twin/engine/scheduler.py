@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from twin.engine.blocks import BlockPool, path_keys
 from twin.engine.sequence import DECODE, DONE, ENDING, PREFILL, WAITING
 from twin.engine.steptime import TICK_BITS, span_ticks, steps_to_reach
+from twin.engine.waiting import FcfsQueue, PriorityQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +114,7 @@ class Engine:
         self._block_tokens = settings.block_tokens
         self._lag = 1 if settings.async_scheduling else 0
         self._by_priority = settings.scheduling_policy == "priority"
+        self._waiting = PriorityQueue() if self._by_priority else FcfsQueue()
         self._mode = IDLE
         self._step = 0
         """The step to be decided next."""
@@ -130,8 +132,6 @@ class Engine:
         """(visible after, serial, is an abort, sequence), sorted."""
         self._inbox_serial = 0
         self._inbox_aborts = 0
-        self._waiting: deque[Sequence] = deque()
-        self._waiting_heap: list[tuple[int, int, int, Sequence]] = []
         self._by_id: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         """RUNNING, in order: the key counts admissions."""
@@ -152,53 +152,55 @@ class Engine:
 
     # ---- called by the owner ----
 
-    def check(self, seq: Sequence) -> None:
-        """Raise ``EngineError`` if ``seq`` could never be served: the real engine would hang.
-
-        vLLM refuses a prompt beyond ``max_model_len``; one that outgrows the whole pool blocks the
-        head of its queue for ever, so it is refused here.
-        """
-        limit = self.settings.max_model_len
-        room = limit - seq.prompt_tokens
-        if seq.prompt_tokens < 1:
-            raise EngineError(f"request {seq.id} has {seq.prompt_tokens} prompt tokens: at least 1")
-        if room < (0 if seq.pooling else 1):
-            raise EngineError(
-                f"request {seq.id} has {seq.prompt_tokens} prompt tokens: the model's "
-                f"max_model_len is {limit}"
-            )
-        outputs = 1 if seq.pooling else min(seq.output_tokens, seq.max_tokens or room, room)
-        blocks = -(-(seq.prompt_tokens + outputs - 1) // self._block_tokens)
-        if blocks > self.settings.kv_blocks - 1:
-            raise EngineError(
-                f"request {seq.id} needs {blocks} KV blocks ({seq.prompt_tokens} prompt and "
-                f"{outputs} output tokens): the whole cache has {self.settings.kv_blocks - 1}"
-            )
-
     def submit(self, seq: Sequence, at_ns: int) -> None:
         """Hand over a request; the first decision strictly after ``at_ns`` sees it.
 
         Raises:
             EngineError: it could never be served, or its id is in use.
         """
-        self.check(seq)
         if seq.id in self._by_id:
             raise EngineError(f"request id {seq.id} is already in the engine: ids must be unique")
-        room = self.settings.max_model_len - seq.prompt_tokens
+        settings = self.settings
+        limit = settings.max_model_len - seq.prompt_tokens
         if seq.pooling:
             seq.outputs = 1
             seq.eos = False
+            limit += 1  # its one output is no token
         else:
-            known = min(seq.max_tokens, room) if seq.max_tokens else room
-            seq.outputs = max(1, min(seq.output_tokens, known))
-            seq.eos = seq.outputs < known
-        if seq.prefix and self.settings.prefix_caching:
+            known = limit
+            if 0 < seq.max_tokens < limit:
+                known = seq.max_tokens
+            seq.eos = seq.output_tokens < known
+            seq.outputs = max(1, seq.output_tokens) if seq.eos else known
+        if limit < 1 or seq.prompt_tokens < 1:
+            raise self._unfit(seq)
+        blocks = -(-(seq.prompt_tokens + seq.outputs - 1) // self._block_tokens)
+        if blocks >= settings.kv_blocks:
+            raise self._unfit(seq)
+        if seq.prefix and settings.prefix_caching:
             seq.path = path_keys(seq.prefix)
             shared = min(len(seq.prefix) * seq.prefix_block_tokens, seq.prompt_tokens)
             seq.shared_blocks = shared // self._block_tokens
         seq.arrival_ns = at_ns
         self._by_id[seq.id] = seq
         self._post(at_ns, False, seq)
+
+    def _unfit(self, seq: Sequence) -> EngineError:
+        """Why ``seq`` could never be served.
+
+        vLLM refuses a prompt beyond ``max_model_len``; a request that outgrows the whole pool
+        would block the head of its queue for ever, so it is refused here.
+        """
+        what = f"request {seq.id} has {seq.prompt_tokens} prompt tokens"
+        limit = self.settings.max_model_len
+        if seq.prompt_tokens < 1:
+            return EngineError(f"{what}: it must have at least 1")
+        if seq.prompt_tokens + (not seq.pooling) > limit:
+            return EngineError(f"{what}: max_model_len is {limit}, and an answer needs room too")
+        return EngineError(
+            f"{what} and {seq.outputs} output tokens: the whole KV cache holds "
+            f"{(self.settings.kv_blocks - 1) * self._block_tokens} tokens"
+        )
 
     def abort(self, id: int, at_ns: int) -> bool:
         """Drop a request at the first decision strictly after ``at_ns``; no call-back follows.
@@ -221,7 +223,7 @@ class Engine:
         if self._mode == SPAN and self._batch and self._span:
             taken = min(self._decisions_until(now_ns), self._span)
             used += self._blocks_for(taken)
-        waiting = len(self._waiting) + len(self._waiting_heap)
+        waiting = len(self._waiting)
         waiting += sum(1 for at, _, abort, _ in self._inbox if at < now_ns and not abort)
         return Load(len(self._running), waiting, used)
 
@@ -243,9 +245,8 @@ class Engine:
         if self._inbox and self._inbox[0][0] < now_ns:
             self._drain(now_ns)
         self._blocked = False
-        if not (self._partial is not None or self._waiting or self._waiting_heap) or (
-            not self._decide()
-        ):
+        nothing_new = self._partial is None and not self._waiting
+        if nothing_new or not self._decide():
             self._plan_span()
         if self._on_step is not None and self._mode != IDLE:
             self._report()
@@ -261,21 +262,13 @@ class Engine:
         else:
             insort(inbox, item)
         if self._mode == SPAN:
-            if is_abort or self._may_matter(seq):
+            # Behind a blocked head an arrival changes nothing before the batch does.
+            if is_abort or not self._blocked or self._waiting.overtakes(seq):
                 steps = self._decisions_until(at_ns)
                 if steps < self._span:
                     self._sleep(steps)
         elif self._mode == IDLE:
             self.next_wake_ns = inbox[0][0] + 1
-
-    def _may_matter(self, seq: Sequence) -> bool:
-        """Whether an arrival can change anything before the batch does."""
-        if not self._blocked:
-            return True
-        return self._by_priority and self._rank(seq) < self._waiting_heap[0]
-
-    def _rank(self, seq: Sequence) -> tuple[int, int, int, Sequence]:
-        return (seq.priority, seq.arrival_ns, seq.id, seq)
 
     def _drain(self, now_ns: int) -> None:
         inbox = self._inbox
@@ -289,10 +282,7 @@ class Engine:
                 self._drop(seq)
             else:
                 seq.state = WAITING
-                if self._by_priority:
-                    heappush(self._waiting_heap, self._rank(seq))
-                else:
-                    self._waiting.append(seq)
+                self._waiting.add(seq)
         del inbox[:count]
 
     def _drop(self, seq: Sequence) -> None:
@@ -314,11 +304,7 @@ class Engine:
         seq.state = DONE
 
     def _unwait(self, seq: Sequence) -> None:
-        if self._by_priority:
-            self._waiting_heap.remove(self._rank(seq))
-            heapify(self._waiting_heap)
-        else:
-            self._waiting.remove(seq)
+        self._waiting.drop(seq)
         self._pool.forget(seq)
 
     # ---- time ----
@@ -496,7 +482,7 @@ class Engine:
             budget -= tokens
             if self._on_step is not None:
                 self._scheduled.append((seq.id, tokens))
-        if self._waiting or self._waiting_heap:
+        if self._waiting:
             wanted, new_tokens, new_quad, look_again = self._admit(wanted, budget, done)
             tokens += new_tokens
             quad += new_quad
@@ -537,11 +523,11 @@ class Engine:
         size = self._block_tokens
         tokens = quad = 0
         look_again = False
-        while self._waiting or self._waiting_heap:
+        while self._waiting:
             if budget <= 0 or len(self._running) >= self.settings.max_num_seqs:
                 self._blocked = True
                 break
-            seq = self._waiting_heap[0][3] if self._by_priority else self._waiting[0]
+            seq = self._waiting.head()
             total = seq.prompt_tokens + seq.replayed
             need = -(-total // size)
             hit = pool.lookup(seq, total)
@@ -571,10 +557,7 @@ class Engine:
     def _seat(self, seq: Sequence, hit: Hit, after: int, total: int, done: list[Sequence]) -> None:
         """Move the head of WAITING to the end of RUNNING, with blocks for ``after`` tokens."""
         pool = self._pool
-        if self._by_priority:
-            heappop(self._waiting_heap)
-        else:
-            self._waiting.popleft()
+        self._waiting.take()
         seq.order = self._admissions
         self._admissions += 1
         self._running[seq.order] = seq
@@ -621,9 +604,9 @@ class Engine:
         else:
             self._end_ticks += ticks
             self._decide_ticks = self._end_ticks
-        if self._skip and not (self._partial is not None or self._waiting or self._waiting_heap):
-            if self._batch and self._plan_decoding():
-                return
+        settled = self._partial is None and not self._waiting and self._batch
+        if settled and self._skip and self._plan_decoding():
+            return
         self._mode = STEP
         self.next_wake_ns = self._decide_ticks >> TICK_BITS
 
@@ -768,10 +751,7 @@ class Engine:
         del self._running[seq.order]
         self._pool.release(seq, held, hashed, keep=True)
         seq.state = WAITING
-        if self._by_priority:
-            heappush(self._waiting_heap, self._rank(seq))
-        else:
-            self._waiting.appendleft(seq)
+        self._waiting.put_back(seq)
         if self._on_step is not None:
             self._preempted.append(seq.id)
 
@@ -874,7 +854,7 @@ class Engine:
             # Last tokens, or a step run too far, are still in flight.
             self._mode = SPAN
             self._sleep(1)
-        elif self._waiting or self._waiting_heap:
+        elif self._waiting:
             raise EngineError("the head of the waiting queue does not fit into an empty engine")
         else:
             self._mode = IDLE
@@ -893,7 +873,7 @@ class Engine:
                 self._preempted,
                 self._finished,
                 [seq.id for seq in self._running.values()],
-                len(self._waiting) + len(self._waiting_heap),
+                len(self._waiting),
                 self._pool.free - taken_later,
             )
         )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from twin.engine.blocks import Extent, Run
 
 # Where a sequence stands. A sequence whose last token is being computed is ENDING: with async
 # scheduling it keeps its seat and its blocks until that token is processed, one decision later.
@@ -70,6 +73,17 @@ class Sequence:
         "replayed", "scheduled_ns", "shared_blocks", "stalled_step", "state",
     )  # fmt: skip
 
+    arrival_ns: int
+    """When the engine was handed it."""
+    outputs: int
+    """Output tokens it will have, all limits considered."""
+    eos: bool
+    """It ends by itself, before any limit that the scheduler knows of."""
+    order: int
+    """Its place in RUNNING: admissions are counted."""
+    offset: int
+    """While it decodes: step minus tokens computed before that step."""
+
     def __init__(
         self,
         id: int,
@@ -80,7 +94,7 @@ class Sequence:
         pooling: bool = False,
         prefix: tuple[int, ...] = (),
         prefix_block_tokens: int = 0,
-        data: object = None,
+        data: Any = None,
     ) -> None:
         self.id = id
         self.prompt_tokens = prompt_tokens
@@ -104,9 +118,9 @@ class Sequence:
         """Tokens that the last completed prefill covered."""
         self.stalled_step = -9
         """Last step in which a preemption further up left this one out."""
-        self.own_run = None
+        self.own_run: Run | None = None
         """Own hashed blocks that lie in the free queue after a preemption."""
         self.path: tuple[int, ...] = ()
         self.shared_blocks = 0
-        self.held: list[tuple[object, int]] = []
+        self.held: list[tuple[Extent, int]] = []
         self.held_blocks = 0
