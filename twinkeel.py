@@ -1,1 +1,35 @@
-def main() -> None: ...
+"""The one command: the twin's and the traces' commands under one name."""
+
+from __future__ import annotations
+
+import click
+
+from traces.cli import trace
+from twin.cli import completion, policy, replay_command
+
+HELP = """Twinkeel: a digital twin and live controller that keep LLM serving stable.
+
+The same policy code replays last week's traffic through a simulated vLLM fleet, is tuned there, and
+then drives the real fleet.
+
+\b
+Start here:
+  twinkeel replay shipped:demo --policy fifo --policy stable   compare two policies
+  twinkeel trace import mylog.csv --map map.yaml -o my.parquet bring your own traffic
+  twinkeel policy show stable --defaults                       see every parameter
+"""
+
+
+@click.group(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="twinkeel")
+def main() -> None:
+    """The command group; its text is ``HELP``."""
+
+
+main.add_command(replay_command)
+main.add_command(trace)
+main.add_command(policy)
+main.add_command(completion)
+
+if __name__ == "__main__":
+    main()

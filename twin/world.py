@@ -12,6 +12,8 @@ What happens at the same instant has a fixed order: arrivals, deliveries, then e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import simpy
@@ -212,6 +214,11 @@ class World:
         skip: let the engines skip what changes nothing.
     """
 
+    __slots__ = (
+        "_calls", "_chunks", "_more", "_next_id", "_settled", "_source", "_ticks", "arrived",
+        "dispatched", "env", "queued", "refused", "replicas", "runner", "samples", "settings",
+    )  # fmt: skip
+
     def __init__(
         self,
         fleet: list[ReplicaSpec],
@@ -239,7 +246,8 @@ class World:
         self._source: Iterator[Chunk] = iter(())
         self._more = True
         self._ticks = 0
-        self.runner = Runner(policy, lambda: env._now, self._apply, self._arm, log)
+        clock = partial(attrgetter("_now"), env)  # env.now is a property: a call more, each time
+        self.runner = Runner(policy, clock, self._apply, self._arm, log)
         self.replicas = [_Replica(self, spec, skip) for spec in fleet]
 
     @property

@@ -131,25 +131,29 @@ class BlockPool:
             self._front = front - count
             return
         self._front = 0
-        self._evict(count - front)
-
-    def _evict(self, count: int) -> None:
+        count -= front
         head = self._head
-        while count:
+        while True:
             cell = head.after
             assert cell is not None
             if cell.count > count:
                 cell.count -= count
                 return
             count -= cell.count
-            self._unlink(cell)
-            if type(cell) is Extent:
-                copies = self._copies[cell.key]
-                copies.remove(cell)
-                if not copies:
-                    del self._copies[cell.key]
-            elif type(cell) is Run and cell.owner is not None:
-                cell.owner.own_run = None
+            self._forget(cell)
+            if not count:
+                return
+
+    def _forget(self, cell: Cell) -> None:
+        """All blocks of a queue entry are gone."""
+        self._unlink(cell)
+        if type(cell) is Extent:
+            copies = self._copies[cell.key]
+            copies.remove(cell)
+            if not copies:
+                del self._copies[cell.key]
+        elif type(cell) is Run and cell.owner is not None:
+            cell.owner.own_run = None
 
     # ---- finding and claiming what is cached ----
 

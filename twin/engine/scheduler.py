@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from twin.engine.blocks import BlockPool, path_keys
 from twin.engine.sequence import DECODE, DONE, ENDING, PREFILL, WAITING
-from twin.engine.steptime import TICK_BITS, span_ticks, steps_to_reach
+from twin.engine.steptime import TICK_BITS, steps_to_reach
 from twin.engine.waiting import FcfsQueue, PriorityQueue
 
 if TYPE_CHECKING:
@@ -81,6 +81,16 @@ class Engine:
 
     The owner calls ``wake(now_ns)`` at ``next_wake_ns``, which changes with every call.
     """
+
+    __slots__ = (
+        "_admissions", "_batch", "_block_tokens", "_blocked", "_by_id", "_by_priority",
+        "_decide_ticks", "_end_ticks", "_ends", "_finished", "_first_ticks", "_growth_ticks",
+        "_inbox", "_inbox_aborts", "_inbox_serial", "_kv_tokens", "_lag", "_mode",
+        "_on_finish", "_on_first", "_on_step", "_outputs", "_partial", "_partial_blocks",
+        "_partial_tokens", "_phase", "_pool", "_preempted", "_running", "_scheduled", "_skip",
+        "_span", "_step", "_waiting", "busy_ticks", "cost", "next_wake_ns", "now_ns",
+        "preemptions", "prefix_tokens_hit", "prefix_tokens_queried", "settings", "steps",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -247,7 +257,10 @@ class Engine:
         self._blocked = False
         nothing_new = self._partial is None and not self._waiting
         if nothing_new or not self._decide():
-            self._plan_span()
+            if not self._batch:
+                self._plan_empty()
+            elif not self._plan_span():
+                self._decide_preempting()
         if self._on_step is not None and self._mode != IDLE:
             self._report()
 
@@ -266,7 +279,8 @@ class Engine:
             if is_abort or not self._blocked or self._waiting.overtakes(seq):
                 steps = self._decisions_until(at_ns)
                 if steps < self._span:
-                    self._sleep(steps)
+                    self._span = steps
+                    self.next_wake_ns = self._decided_at(steps) >> TICK_BITS
         elif self._mode == IDLE:
             self.next_wake_ns = inbox[0][0] + 1
 
@@ -309,18 +323,14 @@ class Engine:
 
     # ---- time ----
 
-    def _sleep(self, steps: int) -> None:
-        """Take the next decision after ``steps`` more steps of the span."""
-        self._span = steps
-        self.next_wake_ns = self._decided_at(steps) >> TICK_BITS
-
     def _decided_at(self, steps: int) -> int:
         """When the decision for step ``_step + steps`` is taken, in ticks."""
         if self._lag:
             if not steps:
                 return self._decide_ticks
             steps -= 1
-        return self._end_ticks + span_ticks(steps, self._first_ticks, self._growth_ticks)
+        growth = self._growth_ticks * (steps * (steps - 1) >> 1)
+        return self._end_ticks + steps * self._first_ticks + growth
 
     def _decisions_until(self, at_ns: int) -> int:
         """How many steps of the span pass before the first decision later than ``at_ns``."""
@@ -337,21 +347,21 @@ class Engine:
     def _blocks_for(self, steps: int) -> int:
         """Blocks that the batch needs in the next ``steps`` decode steps."""
         size = self._block_tokens
-        rest = steps % size
         first = self._step % size
-        return (steps // size) * self._batch + sum(self._phase[first : first + rest])
+        return (steps // size) * self._batch + sum(self._phase[first : first + steps % size])
 
     def _advance(self, steps: int) -> None:
         """Let ``steps`` decode steps (or an empty one) pass."""
         batch = self._batch
         if batch:
-            self._pool.take(self._blocks_for(steps))
-            first = self._first_ticks
-            growth = self._growth_ticks
+            blocks = self._blocks_for(steps)
+            if blocks:
+                self._pool.take(blocks)
             before = steps - 1
-            until_last = before * first + growth * (before * (before - 1) >> 1)
-            passed = until_last + first + growth * before
-            self._decide_ticks = self._end_ticks + (until_last if self._lag else passed)
+            growth = self._growth_ticks * before
+            last = self._first_ticks + growth
+            passed = steps * self._first_ticks + (growth * steps >> 1)
+            self._decide_ticks = self._end_ticks + passed - (last if self._lag else 0)
             self._end_ticks += passed
             self.busy_ticks += passed
             self.steps += steps
@@ -488,7 +498,8 @@ class Engine:
             quad += new_quad
             if not tokens and not (look_again and batch):
                 return False
-        pool.take(wanted)
+        if wanted:
+            pool.take(wanted)
         self._finish_step(batch, self._kv_tokens, tokens, quad, done)
         return True
 
@@ -605,7 +616,7 @@ class Engine:
             self._end_ticks += ticks
             self._decide_ticks = self._end_ticks
         settled = self._partial is None and not self._waiting and self._batch
-        if settled and self._skip and self._plan_decoding():
+        if settled and self._skip and self._plan_span():
             return
         self._mode = STEP
         self.next_wake_ns = self._decide_ticks >> TICK_BITS
@@ -782,16 +793,7 @@ class Engine:
 
     # ---- planning a span ----
 
-    def _plan_span(self) -> None:
-        """No prefill can be scheduled now: find the next decision that can change anything."""
-        if not self._batch:
-            self._plan_empty()
-        elif not self._plan_decoding():
-            self._decide_preempting()
-        elif self._on_step is not None:
-            self._scheduled = self._decoding()
-
-    def _plan_decoding(self) -> bool:
+    def _plan_span(self) -> bool:
         """Sleep over the steps in which the batch merely decodes, from step ``_step`` on.
 
         This may be called ahead of that step's decision, right after the step before was decided.
@@ -822,6 +824,8 @@ class Engine:
             steps = self._steps_until_inbox(steps)
             if not steps:
                 return False
+        if self._on_step is not None:
+            self._scheduled = self._decoding()
         self._mode = SPAN
         self._span = steps
         if self._lag:
@@ -853,7 +857,8 @@ class Engine:
         if self._outputs or self._end_ticks > self._decide_ticks:
             # Last tokens, or a step run too far, are still in flight.
             self._mode = SPAN
-            self._sleep(1)
+            self._span = 1
+            self.next_wake_ns = self._end_ticks >> TICK_BITS
         elif self._waiting:
             raise EngineError("the head of the waiting queue does not fit into an empty engine")
         else:

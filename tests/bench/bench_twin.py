@@ -1,0 +1,138 @@
+"""How fast the twin is: ``make bench-twin`` prints the table and writes its figures.
+
+Every measurement is a process of its own. Wall time runs from the first row read to the last row
+written: reading the Parquet trace, simulating, the decision log in hash mode, the results streamed
+to Parquet. Starting Python and importing is not in it; memory is the whole process's peak.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.figures import Figure, write_figures
+
+FIGURES = Path("build/figures/bench-twin.json")
+WORKLOADS = Path("build/bench")
+ROUNDS = 5
+
+
+def measure(trace: str, policy: str, replicas: int, rounds: int, max_model_len: int) -> None:
+    """One process: replay ``rounds`` times and print what each took, as JSON."""
+    from policy.files import load_policy
+    from traces import open_trace
+    from twin.fleet import fleet_of
+    from twin.replay import replay
+
+    opened = open_trace(trace)
+    fleet = fleet_of([("h100-sxm/qwen3-8b", replicas)], max_model_len=max_model_len)
+    parameters = load_policy(policy)
+    runs = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            run = replay(opened, fleet, parameters, out=Path(folder))
+        runs.append({"wall_s": run.wall_s, "cpu_s": run.cpu_s, "mib": run.peak_mib})
+    print(json.dumps({"requests": opened.rows, "runs": runs, "answered": run.summary.all.answered}))
+
+
+def timed(
+    trace: Path, policy: str, replicas: int, rounds: int = ROUNDS, max_model_len: int = 0
+) -> dict[str, Any]:
+    """Run ``measure`` in a process of its own; medians over the rounds, memory of the first."""
+    command = [
+        sys.executable, "-m", "tests.bench.bench_twin", str(trace), policy, str(replicas),
+        str(rounds), str(max_model_len),
+    ]  # fmt: skip
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    out = json.loads(done.stdout)
+    requests = out["requests"]
+    wall_s = statistics.median(run["wall_s"] for run in out["runs"])
+    cpu_s = statistics.median(run["cpu_s"] for run in out["runs"])
+    row = {
+        "requests": requests,
+        "answered": out["answered"],
+        "wall_s": wall_s,
+        "best_wall_s": min(run["wall_s"] for run in out["runs"]),
+        "cpu_s": cpu_s,
+        "per_wall_s": requests / wall_s,
+        "per_cpu_s": requests / cpu_s,
+        "mib": max(run["mib"] for run in out["runs"]),
+    }
+    print(
+        f"{trace.stem:<22}{policy:<10}{replicas:>3} replicas {row['per_wall_s']:>9.0f} req/s"
+        f" {wall_s:>8.2f} s wall {cpu_s:>8.2f} s CPU {row['mib']:>7.0f} MiB"
+        f"  (best {requests / row['best_wall_s']:.0f}/s)",
+        flush=True,
+    )
+    return row
+
+
+def workloads() -> dict[str, Path]:
+    """The shared workload in its three sizes, and the Mooncake trace where it is at hand."""
+    from traces.generate import generate_bench
+    from traces.readers import import_trace
+
+    WORKLOADS.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for name in ("w10k_r8", "w10k_r32", "w100k_r32"):
+        paths[name] = WORKLOADS / f"{name}.parquet"
+        if not paths[name].exists():
+            generate_bench(name, paths[name])
+    data = os.environ.get("TWINKEEL_DATA")
+    if data:
+        paths["mooncake"] = WORKLOADS / "mooncake.parquet"
+        if not paths["mooncake"].exists():
+            source = Path(data) / "traces" / "mooncake_conversation.jsonl.gz"
+            import_trace(source, paths["mooncake"])
+    return paths
+
+
+def main() -> int:
+    paths = workloads()
+    small = timed(paths["w10k_r32"], "fifo", 4)
+    large = timed(paths["w100k_r32"], "fifo", 4, rounds=3)
+    stable = timed(paths["w10k_r32"], "stable", 4)
+    one = timed(paths["w10k_r8"], "fifo", 1)
+    sixteen = timed(paths["w10k_r8"], "fifo", 16)
+    how = "median of runs in one process"
+    figures = [
+        Figure("fifo_4r_10k_req_per_s", small["per_wall_s"], "1/s", ">= 40000", how),
+        Figure("fifo_4r_100k_s", large["wall_s"], "s", "<= 3.5", how),
+        Figure("fifo_4r_100k_mib", large["mib"], "MiB", "<= 150", "peak of the process"),
+        Figure("stable_4r_10k_req_per_s", stable["per_wall_s"], "1/s", ">= 20000", how),
+        Figure(
+            "cost_ratio_16r_to_1r_fifo", sixteen["cpu_s"] / one["cpu_s"], "1", "<= 1.25",
+            "CPU of the same trace on 16 replicas and on 1",
+        ),
+        Figure(
+            "cost_ratio_100k_to_10k_fifo",
+            small["per_cpu_s"] / large["per_cpu_s"], "1", "<= 1.2",
+            "CPU per request of 100,000 requests and of 10,000",
+        ),
+    ]  # fmt: skip
+    if "mooncake" in paths:
+        prefix = timed(paths["mooncake"], "fifo", 8, rounds=3, max_model_len=131_072)
+        figures.append(
+            Figure(
+                "mooncake_prefix_req_per_s", prefix["per_wall_s"], "1/s", ">= 5000",
+                "the Mooncake conversation trace, 8 replicas, shared prefixes on",
+            )
+        )  # fmt: skip
+    write_figures(FIGURES, figures)
+    missing = "mooncake" not in paths
+    if missing:
+        print("mooncake_prefix_req_per_s is absent: set TWINKEEL_DATA to where the traces lie")
+    return int(missing)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure(sys.argv[1], sys.argv[2], *(int(word) for word in sys.argv[3:]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,219 @@
+"""The twin's commands: replay a trace, look at policy files."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from policy.files import load_policy, policy_names, profile_names
+from policy.parameters import Parameters, render
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from traces import Trace
+    from twin.fleet import ReplicaSpec
+    from twin.replay import Replay, ReplayOptions
+
+REPLAY_HELP = """Replay TRACE through simulated vLLM replicas, under one policy or several.
+
+TRACE is a trace file (Parquet; make one with `twinkeel trace import` or `generate`) or a shipped
+one, such as shipped:demo. A table goes to the terminal; the folder --out gets report.html,
+report.json and, for each policy, requests.parquet (what became of every request).
+
+\b
+Examples:
+  twinkeel replay shipped:demo
+  twinkeel replay shipped:demo --policy fifo --policy stable --replicas 2
+  twinkeel replay week.parquet --profile h100-sxm/qwen3-8b --replicas 8 --policy mine.yaml
+  twinkeel replay shipped:demo --profile h100-sxm/qwen3-8b --replicas 2 \\
+                  --profile h100-sxm/qwen3-embedding-0.6b --replicas 1
+
+With one profile every request goes to it, whatever model it names; with several, each replica
+serves its own model, and embeddings go to the embedding models.
+"""
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """A bad input is one clear line and exit code 2, never a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _profiles(names: tuple[str, ...], replicas: tuple[int, ...]) -> list[tuple[str, int]]:
+    if len(replicas) > len(names):
+        raise click.UsageError(
+            f"{len(replicas)} times --replicas for {len(names)} times --profile: give one each"
+        )
+    counts = list(replicas) + [1] * (len(names) - len(replicas))
+    return list(zip(names, counts, strict=True))
+
+
+def _policy(name: str) -> tuple[str, Parameters]:
+    parameters = load_policy(name)
+    return parameters.name or Path(name).stem, parameters
+
+
+def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
+    """Shell completion from a list of names, beside which paths are allowed."""
+    return lambda context, parameter, start: [name for name in names() if name.startswith(start)]
+
+
+@click.command("replay", help=REPLAY_HELP, context_settings={"show_default": True})
+@click.argument("trace_path", metavar="TRACE")
+@click.option(
+    "--profile", "profiles", multiple=True, default=("h100-sxm/qwen3-8b",), metavar="NAME",
+    shell_complete=_completed(profile_names),
+    help="GPU and model: a shipped profile, one scaled from it (h100-sxm/llama-3.1-70b@tp4), or a "
+    "file. Repeat for several kinds of replicas.",
+)  # fmt: skip
+@click.option(
+    "--replicas", type=int, multiple=True, default=(4,), metavar="N",
+    help="Number of replicas of the profile; repeat in the order of --profile.",
+)  # fmt: skip
+@click.option(
+    "--policy", "policies", multiple=True, default=("stable",), metavar="NAME",
+    shell_complete=_completed(policy_names),
+    help="A preset or a policy file; repeat to compare.",
+)  # fmt: skip
+@click.option("--seed", default=0, help="Of everything that is drawn: ties, thinning, copies.")
+@click.option("--speed", default=1.0, help="Play the trace this many times as fast.")
+@click.option("--scale", default=1.0, help="Multiply the request rate, at the trace's own pace.")
+@click.option("--scale-lengths", default=1.0, help="Multiply prompt and answer lengths.")
+@click.option(
+    "--max-model-len", default=0, metavar="TOKENS",
+    help="Longest prompt plus answer; 0: the profile's.",
+)  # fmt: skip
+@click.option(
+    "--kv-blocks", default=0, metavar="N",
+    help="KV blocks of each replica, as your server reports them; 0: computed from the card.",
+)  # fmt: skip
+@click.option(
+    "--log", "log_mode", type=click.Choice(["full", "hash", "sample"]), default="hash",
+    help="Decision log: kept whole, only hashed, or hashed with the last segment kept.",
+)  # fmt: skip
+@click.option(
+    "--no-skip", is_flag=True,
+    help="Simulate every engine step: the same figures, bit for bit, many times slower.",
+)  # fmt: skip
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=None, metavar="FOLDER",
+    help="Where the report goes.  [default: build/replay/TRACE]",
+)  # fmt: skip
+@click.option("--quiet", is_flag=True, help="No progress bar, no table.")
+def replay_command(
+    trace_path: str,
+    profiles: tuple[str, ...],
+    replicas: tuple[int, ...],
+    policies: tuple[str, ...],
+    max_model_len: int,
+    kv_blocks: int,
+    log_mode: Any,
+    no_skip: bool,
+    out: Path | None,
+    quiet: bool,
+    **scaling: Any,
+) -> None:
+    from traces import open_trace
+    from twin.fleet import fleet_of
+    from twin.replay import ReplayOptions
+    from twin.report import table, write_html, write_json
+
+    with plain_errors():
+        trace = open_trace(trace_path)
+        fleet = fleet_of(
+            _profiles(profiles, replicas), max_model_len=max_model_len, kv_blocks_given=kv_blocks
+        )
+        loaded = [_policy(name) for name in policies]
+        options = ReplayOptions(log=log_mode, skip=not no_skip, **scaling)
+        folder = out or Path("build/replay") / trace.path.stem
+        folder.mkdir(parents=True, exist_ok=True)
+        replays = [
+            _replay_one(trace, fleet, name, parameters, options, folder, quiet)
+            for name, parameters in loaded
+        ]
+        write_json(replays, folder / "report.json")
+        write_html(replays, folder / "report.html")
+    if not quiet:
+        from rich.console import Console
+
+        Console().print(table(replays))
+    click.echo(f"report: {folder / 'report.html'}")
+
+
+def _replay_one(
+    trace: Trace,
+    fleet: list[ReplicaSpec],
+    name: str,
+    parameters: Parameters,
+    options: ReplayOptions,
+    folder: Path,
+    quiet: bool,
+) -> Replay:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from twin.replay import replay
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as bar:
+        task = bar.add_task(f"replay under {name}", total=round(trace.rows * options.scale))
+        return replay(
+            trace,
+            fleet,
+            parameters,
+            options,
+            policy_name=name,
+            out=folder / name,
+            progress=lambda rows: bar.advance(task, rows),
+        )
+
+
+@click.group()
+def policy() -> None:
+    """Check and show policy files."""
+
+
+@policy.command("check")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+def check(files: tuple[str, ...]) -> None:
+    """Check policy files: unknown keys, ranges, combinations. Exit code 2 if one is wrong."""
+    for name in files:
+        with plain_errors():
+            parameters = load_policy(name)
+        click.echo(f"{name}: a valid policy file ({parameters.discipline})")
+
+
+@policy.command("show")
+@click.argument("name", default="stable", shell_complete=_completed(policy_names))
+@click.option("--defaults", is_flag=True, help="Every parameter's default, its unit and why.")
+def show(name: str, defaults: bool) -> None:
+    """Print a policy file in full: a preset (fifo, stable, throughput) or a file."""
+    with plain_errors():
+        parameters = Parameters() if defaults else load_policy(name)
+    click.echo(render(parameters, comments=True), nl=False)
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script for a shell.
+
+    \b
+    bash:  eval "$(twinkeel completion bash)"
+    zsh:   eval "$(twinkeel completion zsh)"
+    fish:  twinkeel completion fish | source
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    root = click.get_current_context().find_root().command
+    click.echo(kind(root, {}, "twinkeel", "_TWINKEEL_COMPLETE").source())
