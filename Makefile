@@ -13,7 +13,7 @@ endif
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
-	  --profile h100-sxm/qwen3-8b --replicas 2 \
+	  --profile h100-sxm/qwen3-8b --replicas 4 \
 	  --profile h100-sxm/qwen3-embedding-0.6b --replicas 1 --out build/demo
 
 test: .venv/dev

@@ -94,6 +94,12 @@ def arrivals(
             f"{trace.path}: arrivals are relative to their sessions; import the trace again with "
             "--session-rate, so that sessions start at a rate of your choice"
         )
+    return _chunks(trace, seed, speed, scale, scale_lengths)
+
+
+def _chunks(
+    trace: Trace, seed: int, speed: float, scale: float, scale_lengths: float
+) -> Iterator[Chunk]:
     batches: Iterable[pa.RecordBatch] = trace.batches()
     if scale != 1.0:
         batches = (_scaled(batch, scale, seed) for batch in batches)

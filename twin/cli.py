@@ -133,7 +133,6 @@ def replay_command(
         loaded = [_policy(name) for name in policies]
         options = ReplayOptions(log=log_mode, skip=not no_skip, **scaling)
         folder = out or Path("build/replay") / trace.path.stem
-        folder.mkdir(parents=True, exist_ok=True)
         replays = [
             _replay_one(trace, fleet, name, parameters, options, folder, quiet)
             for name, parameters in loaded

@@ -139,16 +139,16 @@ def replay(
         TraceError: the trace cannot be played; nothing is left half-written.
     """
     options = options or ReplayOptions()
+    source = arrivals(
+        trace, seed=options.seed, speed=options.speed, scale=options.scale,
+        scale_lengths=options.scale_lengths,
+    )  # fmt: skip
     policy = build_policy(parameters)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     header = Header(schema=1, code_hash=code_hash(), policy=canonical(parameters), wall_ns=0)
     log = _log(options.log, header, policy.snapshot, out)
     summary = Summary(options.slo)
-    source = arrivals(
-        trace, seed=options.seed, speed=options.speed, scale=options.scale,
-        scale_lengths=options.scale_lengths,
-    )  # fmt: skip
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     with ExitStack() as stack:
         writer = None
@@ -190,8 +190,12 @@ def replay(
 
 
 def thinned(samples: list[Sample]) -> list[Sample]:
-    """At most about ``SAMPLES_MAX`` of them, evenly."""
-    return samples[:: max(1, len(samples) // SAMPLES_MAX)]
+    """At most about ``SAMPLES_MAX`` of them: of every few neighbours the one with most waiting."""
+    every = -(-len(samples) // SAMPLES_MAX)
+    if every <= 1:
+        return samples
+    groups = (samples[at : at + every] for at in range(0, len(samples), every))
+    return [max(group, key=lambda sample: sample.queued + sample.waiting) for group in groups]
 
 
 def _peek(source: Iterator[Chunk]) -> tuple[int, Iterator[Chunk]]:

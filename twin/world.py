@@ -91,6 +91,8 @@ class Sample(NamedTuple):
     """Requests in the engines' own queues."""
     kv_used_permille: tuple[int, ...]
     """By replica."""
+    arrived: int = 0
+    """Requests so far."""
 
 
 class _Event(simpy.Event):
@@ -215,8 +217,8 @@ class World:
     """
 
     __slots__ = (
-        "_calls", "_chunks", "_more", "_next_id", "_settled", "_source", "_ticks", "arrived",
-        "dispatched", "env", "queued", "refused", "replicas", "runner", "samples", "settings",
+        "_calls", "_chunks", "_more", "_next_id", "_settled", "_source", "_ticks",
+        "env", "queued", "refused", "replicas", "runner", "samples", "settings",
     )  # fmt: skip
 
     def __init__(
@@ -232,9 +234,6 @@ class World:
         env: Any = simpy.Environment()  # its time may be a float: here it never is
         self.env = env
         self.samples: list[Sample] = []
-        self.arrived = 0
-        self.dispatched = 0
-        """In flight or answered, retries not counted twice."""
         self.queued = 0
         """Arrived, and neither in flight nor settled."""
         self.refused = 0
@@ -432,7 +431,9 @@ class World:
             running += load.running
             waiting += load.waiting
             used.append(1000 * load.kv_blocks_used // (replica.spec.settings.kv_blocks - 1))
-        self.samples.append(Sample(now_ns, self.queued, running, waiting, tuple(used)))
+        self.samples.append(
+            Sample(now_ns, self.queued, running, waiting, tuple(used), self._next_id)
+        )
         if self._alive:
             self._after(self.settings.sample_every_ns, self._sample)
 

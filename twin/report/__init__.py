@@ -1,0 +1,15 @@
+"""The report of one or several replays, side by side: for the terminal, as a page, as JSON.
+
+- `table`: what `twinkeel replay` prints (`twin.report.terminal`);
+- `write_html`: one page that needs no network (`twin.report.page`);
+- `write_json`: every figure (`twin.report.files`).
+
+Each of the first two imports its library only when it is called.
+"""
+
+from twin.report.figures import ReportError
+from twin.report.files import write_json
+from twin.report.page import write_html
+from twin.report.terminal import table
+
+__all__ = ["ReportError", "table", "write_html", "write_json"]
