@@ -42,11 +42,12 @@ class Chunk:
         self.arrival_ns: list[int] = np.rint(_numbers(batch, "arrival_s") * NS).astype(int).tolist()
         self.prompt_tokens: list[int] = _numbers(batch, "prompt_tokens").tolist()
         self.output_tokens: list[int] = _integers(batch, "output_tokens", 0)
-        prompt_bytes = _column(batch, "prompt_bytes")
-        if prompt_bytes.null_count:
-            self.prompt_bytes = [BYTES_PER_TOKEN * tokens for tokens in self.prompt_tokens]
-        else:
-            self.prompt_bytes = prompt_bytes.to_numpy().tolist()
+        self.prompt_bytes = [
+            known or BYTES_PER_TOKEN * tokens
+            for known, tokens in zip(
+                _integers(batch, "prompt_bytes", 0), self.prompt_tokens, strict=True
+            )
+        ]
         self.max_tokens = _integers(batch, "max_output_tokens", 0)
         self.deadline_ns = [round(value * NS) for value in _floats(batch, "deadline_s")]
         self.model = _strings(batch, "model")

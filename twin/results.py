@@ -27,13 +27,15 @@ HOPS = ("gateway_s", "queue_s", "schedule_s", "prefill_s", "decode_s", "network_
 class Observed:
     """The results of one chunk as numpy columns; seconds, NaN where it never came to that."""
 
-    __slots__ = ("answered", "cached_tokens", "columns", "outcome", "preemptions", "replica",
-                 "settled_ns", "tier", "tries", "why")  # fmt: skip
+    __slots__ = (
+        "answered", "cached_tokens", "columns", "outcome", "output_tokens", "preemptions",
+        "replica", "settled_ns", "tier", "tries", "why",
+    )  # fmt: skip
 
     def __init__(self, chunk: Chunk, fleet: list[ReplicaSpec], settings: WorldSettings) -> None:
         (
             outcome, why, tier, _, replica, tries, arrival, settled, dispatched, scheduled,
-            first, last, first_out, cached, preemptions,
+            first, last, first_out, cached, output_tokens, preemptions,
         ) = zip(*chunk.results, strict=True)  # fmt: skip
         self.outcome: tuple[str, ...] = outcome
         self.why: tuple[str, ...] = why
@@ -42,6 +44,7 @@ class Observed:
         self.tries = np.array(tries)
         self.settled_ns = np.array(settled)
         self.cached_tokens = np.array(cached)
+        self.output_tokens = np.array(output_tokens)
         self.preemptions = np.array(preemptions)
         self.answered = np.array([value in ("answered", "degraded") for value in outcome])
         times = (arrival, dispatched, scheduled, first, last, first_out)
@@ -61,7 +64,7 @@ class Observed:
         prefilled = np.where(has_first, first + token_out, last)
         e2e = self.settled_ns - arrival
         ttft = np.where(has_first, first_out, self.settled_ns) - arrival
-        tokens = np.array(chunk.output_tokens)
+        tokens = self.output_tokens
         gaps = np.maximum(tokens - 1, 1)
         nan = np.nan
 
@@ -86,7 +89,8 @@ class Observed:
 
 
 def results_batch(chunk: Chunk, seen: Observed, fleet: list[ReplicaSpec]) -> pa.RecordBatch:
-    """The chunk's rows with the observed columns filled in."""
+    """The chunk's rows with the observed columns filled in; lengths stay as the trace has them."""
+    batch = chunk.batch
     names = [spec.name for spec in fleet]
     categories: dict[str, list[str | None]] = {
         "outcome": list(seen.outcome),
@@ -109,6 +113,5 @@ def results_batch(chunk: Chunk, seen: Observed, fleet: list[ReplicaSpec]) -> pa.
     columns["retries"] = pa.array(np.clip(seen.tries - 1, 0, 127), pa.int8())
     for name, values in seen.columns.items():
         columns[name] = pa.array(values, pa.float32(), from_pandas=True)
-    batch = chunk.batch
     arrays = [columns.get(field.name, batch.column(i)) for i, field in enumerate(batch.schema)]
     return pa.RecordBatch.from_arrays(arrays, schema=batch.schema)

@@ -180,7 +180,7 @@ class Summary:
 
     def add(self, chunk: Chunk, seen: Observed) -> None:
         outcome = np.array([OUTCOME_CODES[name] for name in seen.outcome])
-        tokens = np.array(chunk.output_tokens)
+        tokens = seen.output_tokens
         good = seen.answered & self._within(chunk, seen)
         rows = np.arange(outcome.size)
         self.all.add(seen, outcome, good, tokens, rows)

@@ -54,7 +54,9 @@ class WorldSettings:
     scrape_age_ns: int = 1_000_000_000
     """How old they are by then."""
     sample_every_ns: int = 1_000_000_000
-    """How often queues and KV usage are noted for the report; 0: never."""
+    """How often queues and KV usage are noted for the report, at first; 0: never. Twice as rarely
+    each time ``samples_max`` is reached: then of two neighbours the busier one is kept."""
+    samples_max: int = 2000
 
 
 class Result(NamedTuple):
@@ -77,6 +79,8 @@ class Result(NamedTuple):
     first_out_ns: int
     """The first token was back at the controller."""
     cached_tokens: int
+    output_tokens: int
+    """Made by the engine; 0 for an embedding, and where it came to nothing."""
     preemptions: int
 
 
@@ -191,18 +195,26 @@ class _Replica:
         self._env.schedule(event, self._priority, wake_ns - now_ns)
 
     def _first(self, seq: Sequence) -> None:
-        call: _Call = seq.data
+        call: _Call | None = seq.data
+        if call is None or call.seq is not seq:  # settled, or sent elsewhere: nobody listens
+            return
         call.first_ns = self.engine.now_ns
         delay_ns = self.token_out_ns + self._world.settings.network_ns
         self._env.schedule(_Event(self._env, self._world.first_token, seq), DELIVERIES, delay_ns)
 
     def _finish(self, seq: Sequence) -> None:
-        call: _Call = seq.data
+        call: _Call | None = seq.data
+        if call is None or call.seq is not seq:
+            return
         call.last_ns = self.engine.now_ns
         delay_ns = self.exit_ns
         if not seq.pooling:
             delay_ns += self.token_out_ns * seq.outputs
         self._env.schedule(_Event(self._env, self._world.finished, seq), DELIVERIES, delay_ns)
+
+
+def _busyness(sample: Sample) -> int:
+    return sample.queued + sample.waiting
 
 
 class World:
@@ -217,8 +229,8 @@ class World:
     """
 
     __slots__ = (
-        "_calls", "_chunks", "_more", "_next_id", "_settled", "_source", "_ticks",
-        "env", "queued", "refused", "replicas", "runner", "samples", "settings",
+        "_calls", "_chunks", "_more", "_next_id", "_sample_every_ns", "_settled", "_source", "env",
+        "queued", "refused", "replicas", "runner", "samples", "settings",
     )  # fmt: skip
 
     def __init__(
@@ -234,6 +246,7 @@ class World:
         env: Any = simpy.Environment()  # its time may be a float: here it never is
         self.env = env
         self.samples: list[Sample] = []
+        self._sample_every_ns = self.settings.sample_every_ns
         self.queued = 0
         """Arrived, and neither in flight nor settled."""
         self.refused = 0
@@ -244,7 +257,6 @@ class World:
         self._next_id = 0
         self._source: Iterator[Chunk] = iter(())
         self._more = True
-        self._ticks = 0
         clock = partial(attrgetter("_now"), env)  # env.now is a property: a call more, each time
         self.runner = Runner(policy, clock, self._apply, self._arm, log)
         self.replicas = [_Replica(self, spec, skip) for spec in fleet]
@@ -348,7 +360,7 @@ class World:
 
     def _dispatch(self, decision: Dispatch) -> None:
         request = decision.request
-        call = self._calls[request]
+        call = self._open(request)
         chunk = call.chunk
         row = call.row
         now_ns = self.env._now
@@ -367,6 +379,12 @@ class World:
             self.replicas[decision.replica].submit(seq, now_ns)
         except EngineError:
             self._after_reject(request, decision.replica)
+
+    def _open(self, request: int) -> _Call:
+        call = self._calls.get(request)
+        if call is None:
+            raise WorldError(f"the policy decided on request {request}, which is not open")
+        return call
 
     def _after_reject(self, request: int, replica: int) -> None:
         """The server answers 400 after it has looked at the request."""
@@ -393,22 +411,26 @@ class World:
             )
 
     def _settle(self, decision: Settled) -> None:
-        call = self._calls.pop(decision.request)
+        call = self._open(decision.request)
+        del self._calls[decision.request]
         seq = call.seq
         if seq is None:
             self.queued -= 1
             scheduled_ns = -1
-            cached_tokens = preemptions = 0
+            cached_tokens = output_tokens = preemptions = 0
         else:
             scheduled_ns = seq.scheduled_ns
             cached_tokens = seq.cached_tokens
+            done = call.last_ns >= 0 and not seq.pooling
+            output_tokens = seq.outputs if done else 0
             preemptions = seq.preemptions
             seq.data = None  # each held the other: free both now, not at the collector's leisure
         chunk = call.chunk
         chunk.results[call.row] = Result(
             decision.outcome, decision.why, decision.tier, decision.http_code, call.replica,
             call.tries, call.arrival_ns, self.env._now, call.dispatched_ns, scheduled_ns,
-            call.first_ns, call.last_ns, call.first_out_ns, cached_tokens, preemptions,
+            call.first_ns, call.last_ns, call.first_out_ns, cached_tokens, output_tokens,
+            preemptions,
         )  # fmt: skip
         chunk.open -= 1
         if not chunk.open:
@@ -431,11 +453,14 @@ class World:
             running += load.running
             waiting += load.waiting
             used.append(1000 * load.kv_blocks_used // (replica.spec.settings.kv_blocks - 1))
-        self.samples.append(
-            Sample(now_ns, self.queued, running, waiting, tuple(used), self._next_id)
-        )
+        samples = self.samples
+        samples.append(Sample(now_ns, self.queued, running, waiting, tuple(used), self._next_id))
+        if len(samples) >= self.settings.samples_max:
+            pairs = (samples[at : at + 2] for at in range(0, len(samples), 2))
+            samples[:] = [max(pair, key=_busyness) for pair in pairs]
+            self._sample_every_ns *= 2
         if self._alive:
-            self._after(self.settings.sample_every_ns, self._sample)
+            self._after(self._sample_every_ns, self._sample)
 
     def _scrape(self, event: simpy.Event) -> None:
         now_ns = self.now_ns

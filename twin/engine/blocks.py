@@ -26,10 +26,11 @@ class Cell:
 
     __slots__ = ("after", "before", "count")
 
+    before: Cell
+    after: Cell
+
     def __init__(self, count: int) -> None:
         self.count = count
-        self.before: Cell | None = None
-        self.after: Cell | None = None
 
 
 class Run(Cell):
@@ -38,7 +39,7 @@ class Run(Cell):
     __slots__ = ("owner",)
 
     def __init__(self, count: int, owner: Sequence | None) -> None:
-        super().__init__(count)
+        self.count = count
         self.owner = owner
 
 
@@ -52,7 +53,7 @@ class Extent(Cell):
     __slots__ = ("key", "refs", "rest", "start")
 
     def __init__(self, key: int, start: int, count: int, refs: int) -> None:
-        super().__init__(count)
+        self.count = count
         self.key = key
         self.start = start
         self.refs = refs
@@ -80,14 +81,15 @@ NO_HIT = Hit()
 
 
 def path_keys(prefix: tuple[int, ...]) -> tuple[int, ...]:
-    """One key per prefix id that names the whole path up to it.
+    """One key per prefix id (64 bits) that names the whole path up to it.
 
-    Integers hash alike in every Python process, so keys do not depend on PYTHONHASHSEED.
+    Integers hash alike in every Python process, so keys do not depend on PYTHONHASHSEED. Ids are
+    hashed in two halves because Python takes an integer modulo 2**61 - 1, and -1 for -2.
     """
     key = 0
     keys = []
     for content in prefix:
-        key = hash((key, content))
+        key = hash((key, content & 0xFFFFFFFF, content >> 32 & 0xFFFFFFFF))
         keys.append(key)
     return tuple(keys)
 
@@ -103,8 +105,8 @@ class BlockPool:
         self.free = blocks - 1
         self._front = blocks - 1
         self._copies: dict[int, list[Extent]] = {}
-        self._head: Cell = Cell(0)
-        self._tail: Cell = Cell(0)
+        self._head = Cell(0)
+        self._tail = Cell(0)
         self._head.after = self._tail
         self._tail.before = self._head
 
@@ -115,13 +117,13 @@ class BlockPool:
         last = tail.before
         cell.before = last
         cell.after = tail
-        last.after = cell  # type: ignore[union-attr]
+        last.after = cell
         tail.before = cell
 
-    def _unlink(self, cell: Cell) -> None:
-        cell.before.after = cell.after  # type: ignore[union-attr]
-        cell.after.before = cell.before  # type: ignore[union-attr]
-        cell.before = cell.after = None
+    @staticmethod
+    def _unlink(cell: Cell) -> None:
+        cell.before.after = cell.after
+        cell.after.before = cell.before
 
     def take(self, count: int) -> None:
         """Take ``count`` blocks off the front; what they cached is forgotten."""
@@ -135,25 +137,24 @@ class BlockPool:
         head = self._head
         while True:
             cell = head.after
-            assert cell is not None
-            if cell.count > count:
-                cell.count -= count
+            blocks = cell.count
+            if blocks > count:
+                cell.count = blocks - count
                 return
-            count -= cell.count
-            self._forget(cell)
+            count -= blocks
+            after = cell.after
+            head.after = after
+            after.before = head
+            if isinstance(cell, Extent):
+                copies = self._copies[cell.key]
+                if len(copies) == 1:
+                    del self._copies[cell.key]
+                else:
+                    copies.remove(cell)
+            elif isinstance(cell, Run) and cell.owner is not None:
+                cell.owner.own_run = None
             if not count:
                 return
-
-    def _forget(self, cell: Cell) -> None:
-        """All blocks of a queue entry are gone."""
-        self._unlink(cell)
-        if type(cell) is Extent:
-            copies = self._copies[cell.key]
-            copies.remove(cell)
-            if not copies:
-                del self._copies[cell.key]
-        elif type(cell) is Run and cell.owner is not None:
-            cell.owner.own_run = None
 
     # ---- finding and claiming what is cached ----
 
@@ -272,7 +273,7 @@ class BlockPool:
             before = extent.before
             rest.before = before
             rest.after = extent
-            before.after = rest  # type: ignore[union-attr]
+            before.after = rest
             extent.before = rest
         return rest
 
@@ -291,38 +292,40 @@ class BlockPool:
         index = position * block_tokens // id_tokens
         if (index + 1) * id_tokens // block_tokens <= position:
             index += 1
+        held = seq.held
         while position < shared:
             end = (index + 1) * id_tokens // block_tokens
             if end > shared:
                 end = shared
             if end > position:
-                self._hold_new(seq, seq.path[index], position, end - position)
+                key = seq.path[index]
+                copies = self._copies.get(key)
+                if copies is None:
+                    extent = Extent(key, position, end - position, 1)
+                    self._copies[key] = [extent]
+                    held.append((extent, end - position))
+                else:
+                    self._hold_beside(copies, held, position, end - position)
                 position = end
             index += 1
         seq.held_blocks = shared
 
-    def _hold_new(self, seq: Sequence, key: int, start: int, count: int) -> None:
-        copies = self._copies.get(key)
-        if copies is None:
-            extent = Extent(key, start, count, 1)
-            self._copies[key] = [extent]
-            seq.held.append((extent, count))
+    @staticmethod
+    def _hold_beside(
+        copies: list[Extent], held: list[tuple[Extent, int]], start: int, count: int
+    ) -> None:
+        """Register content some of which is there: grow the holder's own extent, or start one.
+
+        An extent may only grow while nobody else holds it and none was registered after it.
+        """
+        last = copies[-1]
+        if held and held[-1][0] is last and last.refs == 1 and last.rest is None:
+            last.count += count
+            held[-1] = (last, held[-1][1] + count)
             return
-        if seq.held:
-            extent, held = seq.held[-1]
-            grows = (
-                extent is copies[-1]
-                and extent.refs == 1
-                and extent.rest is None
-                and extent.start + extent.count == start
-            )
-            if grows:
-                extent.count += count
-                seq.held[-1] = (extent, held + count)
-                return
-        extent = Extent(key, start, count, 1)
+        extent = Extent(last.key, start, count, 1)
         copies.append(extent)
-        seq.held.append((extent, count))
+        held.append((extent, count))
 
     def release(self, seq: Sequence, blocks: int, hashed: int, keep: bool) -> None:
         """``seq`` gives back its ``blocks`` blocks; the first ``hashed`` are full and known.
@@ -352,28 +355,38 @@ class BlockPool:
             self._release_shared(seq)
 
     def _release_shared(self, seq: Sequence) -> None:
+        tail = self._tail
         for extent, count in reversed(seq.held):
-            if extent.count == count:
-                self._drop(extent)
+            if extent.count != count:
+                self._release_split(extent, count)
                 continue
-            parts = []
-            part: Extent | None = extent
-            while count:
-                assert part is not None
-                parts.append(part)
-                count -= part.count
-                part = part.rest
-            for part in reversed(parts):
-                self._drop(part)
+            extent.refs -= 1
+            if not extent.refs:
+                extent.rest = None
+                self.free += count
+                last = tail.before
+                extent.before = last
+                extent.after = tail
+                last.after = extent
+                tail.before = extent
         seq.held = []
         seq.held_blocks = 0
 
-    def _drop(self, extent: Extent) -> None:
-        extent.refs -= 1
-        if not extent.refs:
-            extent.rest = None
-            self.free += extent.count
-            self._push(extent)
+    def _release_split(self, extent: Extent, count: int) -> None:
+        """Release ``count`` blocks of what was one extent when it was held."""
+        parts = []
+        part: Extent | None = extent
+        while count:
+            assert part is not None
+            parts.append(part)
+            count -= part.count
+            part = part.rest
+        for part in reversed(parts):
+            part.refs -= 1
+            if not part.refs:
+                part.rest = None
+                self.free += part.count
+                self._push(part)
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` will not come back for its own run."""

@@ -206,7 +206,8 @@ class Engine:
         if seq.prompt_tokens < 1:
             return EngineError(f"{what}: it must have at least 1")
         if seq.prompt_tokens + (not seq.pooling) > limit:
-            return EngineError(f"{what}: max_model_len is {limit}, and an answer needs room too")
+            room = "" if seq.pooling else ", and an answer needs room too"
+            return EngineError(f"{what}: max_model_len is {limit}{room}")
         return EngineError(
             f"{what} and {seq.outputs} output tokens: the whole KV cache holds "
             f"{(self.settings.kv_blocks - 1) * self._block_tokens} tokens"
@@ -225,13 +226,13 @@ class Engine:
         return True
 
     def observe(self, now_ns: int) -> Load:
-        """Running, waiting and blocks in use at ``now_ns``, not before the last call.
+        """Running, waiting and blocks in use after the decisions taken before ``now_ns``.
 
         Nothing changes: what a span has consumed by then is computed.
         """
         used = self.settings.kv_blocks - 1 - self._pool.free
         if self._mode == SPAN and self._batch and self._span:
-            taken = min(self._decisions_until(now_ns), self._span)
+            taken = min(self._decisions_until(now_ns - 1), self._span)
             used += self._blocks_for(taken)
         waiting = len(self._waiting)
         waiting += sum(1 for at, _, abort, _ in self._inbox if at < now_ns and not abort)

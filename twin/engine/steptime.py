@@ -19,7 +19,7 @@ def span_ticks(steps: int, first: int, growth: int) -> int:
 
 
 def steps_to_reach(ticks: int, first: int, growth: int) -> int:
-    """The least number of steps (at least 1) that take ``ticks`` or more; NEVER if none does.
+    """The least number of steps that take ``ticks`` (above 0) or more; NEVER if none does.
 
     The square root is only a first guess: the answer is settled in integers.
     """

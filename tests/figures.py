@@ -1,0 +1,62 @@
+"""Figures that the checks measure: each with its goal, and whether it holds.
+
+A figures file is `{"figures": [{"name", "value", "unit", "goal", "how", "holds"}, ...]}`.
+`holds` is always computed from value and goal, never written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "=": operator.eq,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured value, its goal (such as ">= 500", "= 100", "<= 3.5") and how it was got."""
+
+    name: str
+    value: float
+    unit: str
+    goal: str
+    how: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value reaches the goal."""
+        sign, _, bound = self.goal.partition(" ")
+        if sign not in _COMPARE:
+            raise ValueError(f"figure {self.name!r}: goal {self.goal!r} is not 'SIGN NUMBER'")
+        return bool(_COMPARE[sign](self.value, float(bound)))
+
+
+def write_figures(path: Path, figures: Sequence[Figure]) -> None:
+    """Write the file, with `holds` computed."""
+    rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"figures": rows}, indent=2) + "\n", encoding="utf-8")
+
+
+def require(figures: Iterable[Figure], names: Iterable[str]) -> list[str]:
+    """Complaints, one a line: a required figure is absent, or a figure misses its goal."""
+    by_name = {figure.name: figure for figure in figures}
+    complaints = [f"figure {name!r} is absent" for name in names if name not in by_name]
+    complaints += [
+        f"figure {figure.name!r} is {figure.value} {figure.unit}, goal {figure.goal}"
+        for figure in by_name.values()
+        if not figure.holds
+    ]
+    return complaints

@@ -1,0 +1,131 @@
+"""Results as columns: the hops add up, and the row tells what became of the request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from policy.compose import build_policy
+from policy.files import load_policy
+from tests.support import NoLog, bare_fleet, engine_settings, flat_cost, write_rows
+from traces.schema import SCHEMA
+from twin.arrivals import Chunk, arrivals
+from twin.results import HOPS, Observed, results_batch
+from twin.world import World, WorldSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twin.fleet import ReplicaSpec
+
+SETTINGS = WorldSettings(gateway_ns=900, network_ns=300, scrape_every_ns=0, sample_every_ns=0)
+
+
+def played(
+    tmp_path: Path, rows: list[dict[str, Any]], policy: str = "fifo", **changes: Any
+) -> tuple[Chunk, Observed, list[ReplicaSpec]]:
+    """One chunk of rows, played through two replicas."""
+    fleet = bare_fleet(
+        2,
+        engine_settings(max_num_seqs=2, **changes),
+        flat_cost(1000, per_kv_token_ns=1, per_prefill_token_ns=2),
+        overhead_ns=(5000, 400, 20),
+    )
+    trace = write_rows(tmp_path / "t.parquet", rows)
+    done: list[Chunk] = []
+    world = World(fleet, build_policy(load_policy(policy)), NoLog(), done.append, SETTINGS)
+    world.run(arrivals(trace))
+    (chunk,) = done
+    return chunk, Observed(chunk, fleet, SETTINGS), fleet
+
+
+def mixed_rows(count: int = 60) -> list[dict[str, Any]]:
+    dice = np.random.default_rng(8)
+    return [
+        {
+            "arrival_s": number * 2e-6,
+            "prompt_tokens": int(dice.integers(1, 150)),
+            "output_tokens": int(dice.integers(1, 40)),
+            "endpoint": "embeddings" if number % 5 == 0 else "chat",
+            "model": "m",
+            "user_id": number,
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["fifo", "stable"])
+def test_the_hops_of_an_answer_add_up_to_its_time(tmp_path: Path, policy: str) -> None:
+    _, seen, _ = played(tmp_path, mixed_rows(), policy)
+    assert seen.answered.all()
+    total = sum(seen.columns[name] for name in HOPS)
+    assert np.allclose(total, seen.columns["e2e_s"], rtol=0, atol=1e-12)
+    for name in HOPS:
+        assert (seen.columns[name] >= 0).all(), name
+    assert (seen.columns["schedule_s"] > 0).any()
+
+
+def test_each_hop_is_what_it_says(tmp_path: Path) -> None:
+    """Nothing else is there: 900 + 2 x 300 ns of way, 5000 in, 400 out, 20 a token."""
+    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "output_tokens": 3}]
+    _, seen, _ = played(tmp_path, rows)
+    ns = {name: round(column[0] * 1e9) for name, column in seen.columns.items()}
+    prefill = 1000 + 2 * 10
+    decode = 2 * 1000 + 11 + 12
+    assert ns == {
+        "gateway_s": 900,
+        "queue_s": 0,
+        "schedule_s": 5000 + 1,
+        "prefill_s": prefill + 20,
+        "decode_s": decode + 400 + 3 * 20 - 20,
+        "network_s": 600,
+        "ttft_s": 900 + 300 + 5001 + prefill + 20 + 300,
+        "e2e_s": 900 + 600 + 5001 + prefill + decode + 400 + 60,
+        "tpot_s": round((decode + 400 + 40) / 2),
+    }
+
+
+def test_one_token_has_no_time_per_token(tmp_path: Path) -> None:
+    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "output_tokens": output} for output in (1, 2)]
+    _, seen, _ = played(tmp_path, rows)
+    assert np.isnan(seen.columns["tpot_s"]).tolist() == [True, False]
+
+
+def test_a_row_cut_short_is_judged_by_what_was_made(tmp_path: Path) -> None:
+    """max_output_tokens is below the trace's output: two tokens are made, one gap is between."""
+    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "output_tokens": 30, "max_output_tokens": 2}]
+    _, seen, _ = played(tmp_path, rows)
+    columns = seen.columns
+    assert columns["tpot_s"][0] == pytest.approx(columns["e2e_s"][0] - columns["ttft_s"][0])
+
+
+def test_what_was_never_sent_has_only_its_time_in_the_queue(tmp_path: Path) -> None:
+    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "max_output_tokens": 5000}]
+    chunk, seen, fleet = played(tmp_path, rows)
+    batch = results_batch(chunk, seen, fleet)
+    row = {name: batch.column(name)[0].as_py() for name in batch.schema.names}
+    assert (row["outcome"], row["error_kind"], row["http_code"]) == ("failed", "too_large", 400)
+    assert row["replica"] is None
+    assert row["queue_s"] == 0.0
+    times = ("gateway_s", "schedule_s", "prefill_s", "decode_s", "network_s", "ttft_s", "e2e_s")
+    assert [row[name] for name in times] == [None] * len(times)
+    assert row["retries"] == 0
+
+
+def test_rows_keep_what_they_had_and_gain_what_was_seen(tmp_path: Path) -> None:
+    chunk, seen, fleet = played(tmp_path, mixed_rows())
+    batch = results_batch(chunk, seen, fleet)
+    assert batch.schema.equals(SCHEMA)
+    observed = {
+        "outcome", "http_code", "error_kind", "retries", "tier", "replica", "degraded_how",
+        "confidence", "verification_status", "ttft_s", "e2e_s", "tpot_s", *HOPS,
+    }  # fmt: skip
+    for name in SCHEMA.names:
+        if name not in observed:
+            assert batch.column(name).equals(chunk.batch.column(name)), name
+    assert set(batch.column("replica").to_pylist()) == {spec.name for spec in fleet}
+    assert set(batch.column("outcome").to_pylist()) == {"answered"}
+    e2e_s = np.array(batch.column("e2e_s").to_pylist())
+    assert np.allclose(e2e_s, seen.columns["e2e_s"], rtol=1e-6)
