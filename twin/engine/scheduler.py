@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from twin.engine.blocks import BlockPool, path_keys
-from twin.engine.sequence import DECODE, DONE, ENDING, PREFILL, WAITING
+from twin.engine.sequence import DECODE, DONE, ENDING, INBOX, PREFILL, WAITING
 from twin.engine.steptime import TICK_BITS, steps_to_reach
 from twin.engine.waiting import FcfsQueue, PriorityQueue
 
@@ -247,6 +247,8 @@ class Engine:
         elif self._mode == IDLE:
             self._decide_ticks = self._end_ticks = now_ns << TICK_BITS
         self._mode = DECIDING
+        if self._inbox_aborts:
+            self._drain_aborts(now_ns)
         step = self._step
         ends = self._ends
         ended = self._collect_ended(step) if ends and ends[0] >> ORDER_BITS == step else None
@@ -254,7 +256,7 @@ class Engine:
         if ended or (outputs and outputs[0][0] < step - self._lag):
             self._deliver(ended)
         if self._inbox and self._inbox[0][0] < now_ns:
-            self._drain(now_ns)
+            self._drain_arrivals(now_ns)
         self._blocked = False
         nothing_new = self._partial is None and not self._waiting
         if nothing_new or not self._decide():
@@ -285,17 +287,23 @@ class Engine:
         elif self._mode == IDLE:
             self.next_wake_ns = inbox[0][0] + 1
 
-    def _drain(self, now_ns: int) -> None:
+    def _drain_aborts(self, now_ns: int) -> None:
+        """Aborts come before the outputs of the step that has ended, arrivals after them."""
+        due = [item for item in self._inbox if item[2] and item[0] < now_ns]
+        if due:
+            self._inbox = [item for item in self._inbox if not (item[2] and item[0] < now_ns)]
+            self._inbox_aborts -= len(due)
+            for _, _, _, seq in due:
+                self._drop(seq)
+
+    def _drain_arrivals(self, now_ns: int) -> None:
         inbox = self._inbox
         count = 0
-        for at_ns, _, is_abort, seq in inbox:
+        for at_ns, _, _, seq in inbox:
             if at_ns >= now_ns:
                 break
             count += 1
-            if is_abort:
-                self._inbox_aborts -= 1
-                self._drop(seq)
-            else:
+            if seq.state != DONE:
                 seq.state = WAITING
                 self._waiting.add(seq)
         del inbox[:count]
@@ -303,12 +311,10 @@ class Engine:
     def _drop(self, seq: Sequence) -> None:
         """An abort, between two steps."""
         state = seq.state
-        if state == DONE:
-            return
         if state == WAITING:
             self._unwait(seq)
-        else:
-            held, hashed = self._holding(seq, scheduled=False)
+        elif state not in (INBOX, DONE):
+            held, hashed = self._holding(seq, scheduled=False, aborting=True)
             if state == DECODE:
                 self._leave_batch(seq)
                 self._forget_end(seq)
@@ -720,33 +726,42 @@ class Engine:
             return len(order) - 1
         return max(range(len(order)), key=lambda i: (order[i].priority, order[i].arrival_ns))
 
-    def _holding(self, seq: Sequence, scheduled: bool) -> tuple[int, int]:
+    def _holding(self, seq: Sequence, scheduled: bool, aborting: bool) -> tuple[int, int]:
         """(blocks held, of these full and known) of a running sequence at a decision.
-
-        Blocks become known when they are scheduled, but generated tokens are known only when
-        their output has been processed: ``lag`` tokens later, except after a standstill, when
-        nothing was in flight.
 
         Args:
             scheduled: the step being decided holds it already.
+            aborting: the outputs due at this decision are not processed yet.
         """
         size = self._block_tokens
         if seq.state == PREFILL:
             return self._partial_blocks, self._partial_tokens // size
-        if seq.state == DECODE:
-            before = self._step - seq.offset
-            computed = before + scheduled
-            lag = 0 if seq.stalled_step == self._step - 1 else self._lag
+        final = seq.prompt_tokens + seq.outputs - 1
+        computed = self._step - seq.offset + scheduled if seq.state == DECODE else final
+        known = self._known_tokens(seq, computed, scheduled, aborting)
+        return -(-computed // size), min(known, final) // size
+
+    def _known_tokens(self, seq: Sequence, computed: int, scheduled: bool, aborting: bool) -> int:
+        """Of ``computed`` tokens, those whose blocks can be known by their content.
+
+        Blocks become known when they are scheduled, but a generated token is known only when its
+        output has been processed: ``lag`` tokens later, except after a standstill, when nothing
+        was in flight.
+        """
+        lag = self._lag
+        ago = self._step - seq.stalled_step
+        if seq.state == ENDING:
+            in_flight = 0 if ago == 2 + aborting else lag
+        elif ago == 1:
+            if aborting:
+                return seq.known_tokens
+            in_flight = 0
         else:
-            before = computed = seq.prompt_tokens + seq.outputs - 1
-            lag = self._lag
-        known = max(computed - lag, seq.prefilled)
-        if seq.stalled_step == self._step - 2:
-            known = max(known, before)
-        return -(-computed // size), min(known, seq.prompt_tokens + seq.outputs - 1) // size
+            in_flight = 0 if ago == 2 and not scheduled else lag
+        return max(computed - in_flight, seq.prefilled)
 
     def _preempt(self, seq: Sequence, scheduled: bool) -> None:
-        held, hashed = self._holding(seq, scheduled)
+        held, hashed = self._holding(seq, scheduled, aborting=False)
         self.preemptions += 1
         seq.preemptions += 1
         if seq.state == PREFILL:
@@ -780,6 +795,7 @@ class Engine:
             overrun = seq.eos and step - seq.offset >= seq.prompt_tokens + seq.outputs - 1
             if not overrun:
                 self._ends[place] = end + (1 << ORDER_BITS)
+            seq.known_tokens = self._known_tokens(seq, step - seq.offset, False, False)
             seq.stalled_step = step
             phase = seq.offset % size
             self._phase[phase] -= 1

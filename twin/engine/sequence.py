@@ -67,8 +67,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival_ns", "cached_tokens", "data", "eos", "held", "held_blocks", "id", "max_tokens",
-        "offset", "order", "output_tokens", "outputs", "own_run", "path", "pooling",
+        "arrival_ns", "cached_tokens", "data", "eos", "held", "held_blocks", "id", "known_tokens",
+        "max_tokens", "offset", "order", "output_tokens", "outputs", "own_run", "path", "pooling",
         "preemptions", "prefilled", "prefix", "prefix_block_tokens", "priority", "prompt_tokens",
         "replayed", "scheduled_ns", "shared_blocks", "stalled_step", "state",
     )  # fmt: skip
@@ -116,6 +116,8 @@ class Sequence:
         """Output tokens kept over a preemption: prompt of the next prefill."""
         self.prefilled = 0
         """Tokens that the last completed prefill covered."""
+        self.known_tokens = 0
+        """Tokens known by their content when it last stood still."""
         self.stalled_step = -9
         """Last step in which a preemption further up left this one out."""
         self.own_run: Run | None = None
