@@ -17,6 +17,8 @@ class Dispatch(msgspec.Struct, frozen=True, tag="dispatch", array_like=True, gc=
     tier: str
     priority: int = 0
     """vLLM's priority: lower runs earlier."""
+    model: str = ""
+    """The model to ask for instead of the caller's; empty: the caller's."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True, gc=False):
