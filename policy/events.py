@@ -98,6 +98,10 @@ class ReplicaUp(msgspec.Struct, frozen=True, tag="up", array_like=True, gc=False
     active_params: int
     attention_flops_per_token_pair: int
     request_in_ns: int = 0
+    prefill_free_tokens: int = 0
+    """New tokens of a step that cost nothing while nothing decodes, and (next) while something
+    does: they ride along with reading the weights."""
+    mixed_free_tokens: int = 0
 
 
 class ReplicaDown(msgspec.Struct, frozen=True, tag="down", array_like=True, gc=False):

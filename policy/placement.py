@@ -43,8 +43,8 @@ class Host:
     """A replica as placement sees it: the facts, our targets for it, and what we sent there."""
 
     __slots__ = (
-        "decode", "kv_most", "kv_shared", "long_most", "long_tokens", "number",
-        "output_permille", "per_kv", "per_quad", "per_sequence", "per_token", "prefill_most",
+        "decode", "free_alone", "free_mixed", "kv_most", "kv_shared", "long_most", "long_tokens",
+        "number", "output_permille", "per_kv", "per_quad", "per_sequence", "per_token", "prefill_most",
         "prefixes", "replica", "sequences_most", "sequences_shared", "spec", "start_ticks",
     )  # fmt: skip
 
@@ -68,6 +68,8 @@ class Host:
         self.decode, fixed, self.per_sequence, self.per_kv, self.per_token, self.per_quad = (
             spec.cost
         )
+        self.free_alone = spec.prefill_free_tokens
+        self.free_mixed = spec.mixed_free_tokens
         self.start_ticks = spec.request_in_ns * TICKS_PER_NS + fixed
 
     def need(
@@ -111,11 +113,12 @@ class Host:
 
     def alone_ticks(self, need: Need) -> int:
         """Predicted from dispatch to first token on an idle replica: the best case."""
-        return self.start_ticks + self.per_token * need.prefill_tokens + self.per_quad * need.quad
+        tokens = max(0, need.prefill_tokens - self.free_alone)
+        return self.start_ticks + self.per_token * tokens + self.per_quad * need.quad
 
     def prefill_ticks(self, need: Need) -> int:
         """Predicted from dispatch to first token, behind the prompts that are there already."""
-        tokens = self.replica.prefill_tokens + need.prefill_tokens
+        tokens = max(0, self.replica.prefill_tokens + need.prefill_tokens - self.free_mixed)
         return self.start_ticks + self.per_token * tokens + self.per_quad * need.quad
 
     def work_ticks(self, need: Need, prompt_tokens: int, output_tokens: int) -> int:
@@ -148,11 +151,7 @@ def soonest(
         if host.room(need, first):
             continue
         replica = host.replica
-        prefill = (
-            host.start_ticks
-            + host.per_token * (replica.prefill_tokens + need.prefill_tokens)
-            + host.per_quad * need.quad
-        )
+        prefill = host.prefill_ticks(need)
         done = prefill + output_tokens * (
             host.decode + host.per_sequence * replica.in_flight + host.per_kv * replica.kv_tokens
         )

@@ -1,4 +1,4 @@
-"""The command line: it works, and bad input is one clear line, exit code 2, nothing half-written."""
+"""The command line works; bad input is one clear line, exit code 2, nothing half-written."""
 
 from __future__ import annotations
 
