@@ -45,7 +45,8 @@ class Host:
     __slots__ = (
         "decode", "free_alone", "free_mixed", "kv_most", "kv_shared", "long_most", "long_tokens",
         "number", "output_permille", "per_kv", "per_quad", "per_sequence", "per_token",
-        "prefill_most", "prefixes", "replica", "sequences_most", "sequences_shared", "spec", "start_ticks",
+        "prefill_most", "prefixes", "replica", "sequences_most", "sequences_shared", "spec",
+        "start_ticks",
     )  # fmt: skip
 
     def __init__(self, replica: Replica, inflight: Inflight, prefixes: PrefixTable) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from twin.fleet import ReplicaSpec
     from twin.world import Sample
 
+RESULT_ROWS = 16_384
+"""Rows that the results file holds back in memory."""
 LogMode = Literal["full", "hash", "sample"]
 
 
@@ -153,7 +155,9 @@ def replay(
     with ExitStack() as stack:
         writer = None
         if out is not None:
-            writer = stack.enter_context(TraceWriter(out / "requests.parquet"))
+            writer = stack.enter_context(
+                TraceWriter(out / "requests.parquet", row_group_rows=RESULT_ROWS)
+            )
 
         def settled(chunk: Chunk) -> None:
             seen = Observed(chunk, fleet, options.world)
@@ -186,8 +190,19 @@ def replay(
         refused=world.refused,
         wall_s=time.perf_counter() - wall_s,
         cpu_s=time.process_time() - cpu_s,
-        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        peak_mib=_peak_mib(),
     )
+
+
+def _peak_mib() -> float:
+    """Most memory this process has held. Linux's own mark where there is one: ``getrusage`` counts
+    the parent's memory too when a large process starts a small one."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 @contextmanager
