@@ -149,7 +149,7 @@ def play(
     engine = Engine(
         settings,
         cost,
-        lambda seq: played.calls.append((engine.now_ns, "first", seq.id)),
+        lambda seq, at_ns: played.calls.append((at_ns, "first", seq.id)),
         lambda seq: played.calls.append((engine.now_ns, "finish", seq.id)),
         skip and not record,
         (lambda step: played.steps.append(step)) if record else None,
@@ -160,6 +160,7 @@ def play(
         wake_ns = engine.next_wake_ns
         if wake_ns is None:
             if not coming:
+                played.calls.sort(key=lambda call: call[0])  # first tokens are told ahead
                 return played
             _input(played, coming.popleft())
         elif coming and coming[0].at_ns < wake_ns + inputs_first:

@@ -6,7 +6,8 @@ A request's way, all in nanoseconds of simulated time::
     engine -> token_out, network -> first token
     engine -> request_out, token_out per token, network -> finished
 
-What happens at the same instant has a fixed order: arrivals, deliveries, then engines by number.
+What happens at the same instant has a fixed order: arrivals, deliveries (in the order in which
+they became certain), then engines by number.
 """
 
 from __future__ import annotations
@@ -194,12 +195,12 @@ class _Replica:
         event.callbacks = self._callbacks
         self._env.schedule(event, self._priority, wake_ns - now_ns)
 
-    def _first(self, seq: Sequence) -> None:
+    def _first(self, seq: Sequence, at_ns: int) -> None:
         call: _Call | None = seq.data
         if call is None or call.seq is not seq:  # settled, or sent elsewhere: nobody listens
             return
-        call.first_ns = self.engine.now_ns
-        delay_ns = self.token_out_ns + self._world.settings.network_ns
+        call.first_ns = at_ns
+        delay_ns = at_ns - self.engine.now_ns + self.token_out_ns + self._world.settings.network_ns
         self._env.schedule(_Event(self._env, self._world.first_token, seq), DELIVERIES, delay_ns)
 
     def _finish(self, seq: Sequence) -> None:

@@ -271,7 +271,7 @@ def test_engines_that_end_a_step_at_the_same_instant_answer_in_the_order_of_thei
     fleet = bare_fleet(3, engine_settings(), flat_cost(STEP_NS))
     play_rows({"arrival_s": [0.0] * 3}, fleet, to_replica(2, 0, 1), log=log)
     assert names(log, STEP_NS + 1) == [
-        f"{kind} {request}" for request in (1, 2, 0) for kind in ("FirstToken", "Finished")
+        f"{kind} {request}" for kind in ("FirstToken", "Finished") for request in (1, 2, 0)
     ]
 
 

@@ -74,7 +74,8 @@ class Engine:
     Args:
         settings: sizes and switches.
         cost: the step-time formula, in ticks.
-        on_first: called with a sequence when its first token has been computed.
+        on_first: called with a sequence and the time at which its first token will have been
+            computed, as soon as that is certain. It may still be aborted before then.
         on_finish: called with a sequence when its last token (or its embedding) has been computed.
         skip: leave out the decisions that change nothing.
         on_step: called after every decision; needs ``skip=False``.
@@ -96,7 +97,7 @@ class Engine:
         self,
         settings: EngineSettings,
         cost: StepCost,
-        on_first: Callable[[Sequence], None] = lambda seq: None,
+        on_first: Callable[[Sequence, int], None] = lambda seq, at_ns: None,
         on_finish: Callable[[Sequence], None] = lambda seq: None,
         skip: bool = True,
         on_step: Callable[[StepRecord], None] | None = None,
@@ -157,8 +158,8 @@ class Engine:
         """The one sequence whose prompt is computed in chunks; last of RUNNING."""
         self._partial_tokens = 0
         self._partial_blocks = 0
-        self._outputs: deque[tuple[int, list[Sequence], list[Sequence]]] = deque()
-        """(step, sequences with their first token, sequences with their last), oldest first."""
+        self._outputs: deque[tuple[int, list[Sequence]]] = deque()
+        """(step, sequences whose last token it computes), oldest first."""
 
     # ---- called by the owner ----
 
@@ -406,9 +407,9 @@ class Engine:
     def _put_ended(self, step: int, ended: list[Sequence]) -> None:
         outputs = self._outputs
         if outputs and outputs[-1][0] == step:
-            outputs[-1][2].extend(ended)
+            outputs[-1][1].extend(ended)
         else:
-            outputs.append((step, [], ended))
+            outputs.append((step, ended))
 
     def _leave_batch(self, seq: Sequence) -> None:
         self._batch -= 1
@@ -424,11 +425,10 @@ class Engine:
         heapify(self._ends)
 
     def _deliver(self, ended: list[Sequence] | None) -> None:
-        """Process the outputs that are due: free seats and blocks, then call back."""
-        firsts: list[Sequence] = []
+        """Process the last tokens that are due: free seats and blocks, then call back."""
         outputs = self._outputs
         if outputs and outputs[0][0] < self._step - self._lag:
-            _, firsts, others = outputs.popleft()
+            _, others = outputs.popleft()
             ended = ended + others if ended else others
             if len(ended) > 1:  # freed in RUNNING order
                 ended.sort(key=_by_order)
@@ -441,9 +441,6 @@ class Engine:
                 held, hashed = self._final_holding(seq)
                 del self._running[seq.order]
                 self._pool.release(seq, held, hashed, keep=False)
-        for seq in firsts:
-            if seq.state != DONE and seq.id in self._by_id:
-                self._on_first(seq)
         for seq in ended or ():
             if seq.state != DONE:
                 seq.state = DONE
@@ -613,8 +610,6 @@ class Engine:
             ticks = 0
         self.busy_ticks += ticks
         self._kv_tokens += self._batch
-        if done:
-            self._end_prefills(step, done)
         self._step = step + 1
         if self._lag:
             self._decide_ticks = self._end_ticks
@@ -622,6 +617,8 @@ class Engine:
         else:
             self._end_ticks += ticks
             self._decide_ticks = self._end_ticks
+        if done:
+            self._end_prefills(step, done)
         settled = self._partial is None and not self._waiting and self._batch
         if settled and self._skip and self._plan_span():
             return
@@ -629,9 +626,12 @@ class Engine:
         self.next_wake_ns = self._decide_ticks >> TICK_BITS
 
     def _end_prefills(self, step: int, done: list[Sequence]) -> None:
-        """Prefills completed in ``step``: each yields a token at its end, and decodes from then."""
-        firsts: list[Sequence] = []
+        """Prefills completed in ``step``: each yields a token at its end, and decodes from then.
+
+        When that is, is known, so first tokens need no decision of their own.
+        """
         ended: list[Sequence] = []
+        end_ns = self._end_ticks >> TICK_BITS
         size = self._block_tokens
         for seq in done:
             kept = seq.replayed
@@ -639,7 +639,7 @@ class Engine:
             seq.prefilled = total
             seq.replayed = 0
             if not kept and not seq.pooling:
-                firsts.append(seq)
+                self._on_first(seq, end_ns)
             more = seq.outputs - kept - 1
             if not more and not (seq.eos and self._lag):
                 ended.append(seq)
@@ -654,8 +654,8 @@ class Engine:
             self._phase[phase + size] += 1
             end = step + 1 + more + (self._lag if seq.eos else 0)
             heappush(self._ends, end << ORDER_BITS | seq.order)
-        if firsts or ended:
-            self._outputs.append((step, firsts, ended))
+        if ended:
+            self._outputs.append((step, ended))
 
     # ---- deciding a step that lacks blocks ----
 
