@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import operator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 _COMPARE = {
     ">=": operator.ge,
@@ -60,3 +60,24 @@ def require(figures: Iterable[Figure], names: Iterable[str]) -> list[str]:
         if not figure.holds
     ]
     return complaints
+
+
+def markdown(folder: Path) -> str:
+    """The figures of all targets as a Markdown table, for the README."""
+    rows = ["| target | figure | value | goal | |", "|---|---|---|---|---|"]
+    for path in sorted(folder.glob("*.json")):
+        for figure in json.loads(path.read_text(encoding="utf-8"))["figures"]:
+            if figure["name"].startswith("path_"):  # which rare paths were taken: too many to show
+                continue
+            value = (
+                f"{figure['value']:,.4g}" if figure["value"] < 1e4 else f"{figure['value']:,.0f}"
+            )
+            unit = "" if figure["unit"] == "1" else f" {figure['unit']}"
+            held = "holds" if figure["holds"] else "missed"
+            cells = (f"`{path.stem}`", f"`{figure['name']}`", value + unit, figure["goal"], held)
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(markdown(Path("build/figures")))

@@ -12,6 +12,7 @@ they became certain), then engines by number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -26,7 +27,7 @@ from twin.engine import Engine, EngineError, Sequence
 from twin.engine.steptime import TICK_BITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from policy.contract import Policy
     from policy.decisions import Decision
@@ -100,19 +101,21 @@ class Sample(NamedTuple):
     """Requests so far."""
 
 
+Callbacks = list[Callable[[Any], None]]
+
+
 class _Event(simpy.Event):
-    """A bare event: half the price of a Timeout, and it carries a value."""
+    """A bare event that always succeeds and carries a value: half the price of a Timeout.
 
-    __slots__ = ()
+    SimPy takes the list of callbacks off an event without changing it, so one list serves many.
+    """
 
-    def __init__(
-        self, env: simpy.Environment, callback: Callable[[simpy.Event], None], value: object = None
-    ) -> None:
-        self.env = env
-        self.callbacks = [callback]
-        self._ok = True
+    _ok = True
+    _defused = False
+
+    def __init__(self, callbacks: Callbacks, value: object = None) -> None:
+        self.callbacks = callbacks
         self._value = value
-        self._defused = False
 
 
 class _Call:
@@ -140,8 +143,8 @@ class _Replica:
     """An engine in the world: wakes it, and carries its answers back."""
 
     __slots__ = (
-        "_alarm", "_callbacks", "_env", "_priority", "_world", "engine", "entry_ns", "exit_ns",
-        "id", "spec", "token_out_ns",
+        "_alarm", "_callbacks", "_env", "_on_finished", "_on_first", "_priority", "_world",
+        "engine", "entry_ns", "exit_ns", "id", "spec", "token_out_ns",
     )  # fmt: skip
 
     def __init__(self, world: World, spec: ReplicaSpec, skip: bool) -> None:
@@ -149,7 +152,9 @@ class _Replica:
         self._env = world.env
         self._priority = ENGINES + spec.id
         self._alarm: _Event | None = None
-        self._callbacks: list[Callable[[Any], None]] = [self._wake]
+        self._callbacks: Callbacks = [self._wake]
+        self._on_first: Callbacks = [world.first_token]
+        self._on_finished: Callbacks = [world.finished]
         self.id = spec.id
         self.spec = spec
         network_ns = world.settings.network_ns
@@ -178,7 +183,7 @@ class _Replica:
         if wake_ns is None:
             self._alarm = None
             return
-        self._alarm = alarm = _Event(self._env, self._wake, wake_ns)
+        self._alarm = alarm = _Event(self._callbacks, wake_ns)
         self._env.schedule(alarm, self._priority, wake_ns - now_ns)
 
     def _wake(self, event: simpy.Event) -> None:
@@ -201,7 +206,7 @@ class _Replica:
             return
         call.first_ns = at_ns
         delay_ns = at_ns - self.engine.now_ns + self.token_out_ns + self._world.settings.network_ns
-        self._env.schedule(_Event(self._env, self._world.first_token, seq), DELIVERIES, delay_ns)
+        self._env.schedule(_Event(self._on_first, seq), DELIVERIES, delay_ns)
 
     def _finish(self, seq: Sequence) -> None:
         call: _Call | None = seq.data
@@ -211,7 +216,7 @@ class _Replica:
         delay_ns = self.exit_ns
         if not seq.pooling:
             delay_ns += self.token_out_ns * seq.outputs
-        self._env.schedule(_Event(self._env, self._world.finished, seq), DELIVERIES, delay_ns)
+        self._env.schedule(_Event(self._on_finished, seq), DELIVERIES, delay_ns)
 
 
 def _busyness(sample: Sample) -> int:
@@ -230,8 +235,8 @@ class World:
     """
 
     __slots__ = (
-        "_calls", "_chunks", "_more", "_next_id", "_sample_every_ns", "_settled", "_source", "env",
-        "queued", "refused", "replicas", "runner", "samples", "settings",
+        "_calls", "_chunks", "_more", "_next_id", "_on_arrival", "_sample_every_ns", "_settled",
+        "_source", "env", "queued", "refused", "replicas", "runner", "samples", "settings",
     )  # fmt: skip
 
     def __init__(
@@ -257,6 +262,7 @@ class World:
         self._calls: dict[int, _Call] = {}
         self._next_id = 0
         self._source: Iterator[Chunk] = iter(())
+        self._on_arrival: Callbacks = [self._arrive]
         self._more = True
         clock = partial(attrgetter("_now"), env)  # env.now is a property: a call more, each time
         self.runner = Runner(policy, clock, self._apply, self._arm, log)
@@ -302,7 +308,7 @@ class World:
             return
         self._chunks.append(chunk)
         at_ns = chunk.arrival_ns[0]
-        event = _Event(self.env, self._arrive, [chunk, 0])
+        event = _Event(self._on_arrival, [chunk, 0])
         self.env.schedule(event, ARRIVALS, max(0, at_ns - self.now_ns))
 
     def _arrive(self, event: simpy.Event) -> None:
@@ -319,7 +325,7 @@ class World:
             self._next_chunk()
             return
         place[1] = row
-        event.callbacks = [self._arrive]
+        event.callbacks = self._on_arrival
         self.env.schedule(event, ARRIVALS, times[row] - now_ns)
 
     def _arrived(self, chunk: Chunk, row: int, now_ns: int) -> None:
@@ -346,7 +352,7 @@ class World:
         self.runner.tick()
 
     def _after(self, delay_ns: int, callback: Callable[[simpy.Event], None]) -> None:
-        self.env.schedule(_Event(self.env, callback), DELIVERIES, delay_ns)
+        self.env.schedule(_Event([callback]), DELIVERIES, delay_ns)
 
     def _apply(self, decision: Decision) -> None:
         kind = type(decision)
