@@ -16,7 +16,7 @@ then drives the real fleet.
 Start here:
   twinkeel replay shipped:demo --policy fifo --policy stable   compare two policies
   twinkeel trace import mylog.csv --map map.yaml -o my.parquet bring your own traffic
-  twinkeel policy show stable --defaults                       see every parameter
+  twinkeel policy show --defaults                              see every parameter
 """
 
 

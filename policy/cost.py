@@ -405,7 +405,13 @@ def kv_blocks(profile: Profile, model: ModelShape, gpu: Gpu) -> int:
     weights = weights_bytes(model, profile.dtype, profile.tensor_parallel)
     reserve = gpu.reserve_bytes + activation_bytes(profile, model)
     blocks = (budget - weights - reserve) // block_bytes
-    held_tokens = max(0, blocks - 1) * settings.block_tokens  # the null block holds nothing
+    if blocks < 2:
+        raise ValueError(
+            f"{profile.name}: {weights} bytes of weights and {reserve} reserved do not fit into "
+            f"{budget} usable bytes of {gpu.name}: raise tensor_parallel "
+            f"(now {profile.tensor_parallel}), as in {gpu.name}/{model.name}@tp2"
+        )
+    held_tokens = (blocks - 1) * settings.block_tokens  # the null block holds nothing
     if held_tokens < settings.max_model_len:
         raise ValueError(
             f"{profile.name}: KV blocks for {held_tokens} tokens fit on {gpu.name}, max_model_len "

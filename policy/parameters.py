@@ -352,7 +352,12 @@ class Parameters(_Section, frozen=True, forbid_unknown_fields=True):
 
     schema: Annotated[int, Meta(description="Version of this file's layout.")] = SCHEMA
     name: Annotated[
-        str, Meta(min_length=1, max_length=100, description="What reports call this policy.")
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$",
+            max_length=80,
+            description="What reports call this policy; also the name of a folder.",
+        ),
     ] = "unnamed"
     discipline: Annotated[
         Literal["fifo", "tiered"],

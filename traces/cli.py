@@ -41,7 +41,9 @@ def _clear_errors(command: Command) -> Command:
         except TraceError as error:
             raise TraceFailure(str(error)) from error
         except OSError as error:
-            raise TraceFailure(f"{error.filename or 'output'}: {error.strerror}") from error
+            raise TraceFailure(
+                f"{error.filename or 'output'}: {error.strerror or error}"
+            ) from error
 
     return run
 
@@ -91,7 +93,7 @@ def trace() -> None:
 @click.option(
     "--format", "format_name", metavar="NAME", help="Source format; guessed when left out."
 )
-@click.option("--map", "map_path", type=_IN, help="Map file: which column feeds which (see below).")
+@click.option("--map", "map_path", type=_IN, help="Map file: which column feeds which, as above.")
 @click.option(
     "--on-error",
     type=click.Choice(["fail", "skip"]),
@@ -149,7 +151,7 @@ def import_command(
       azure             Azure LLM inference 2023 and 2024, CSV
       burstgpt          BurstGPT, CSV
       mooncake          Mooncake, JSON lines
-      agent-sessions   agent sessions of kv-cache-tester, Parquet
+      agent-sessions    agent sessions of kv-cache-tester, Parquet
       lmcache-sessions  LMCache agent runs, Parquet
       servegen          ServeGen client rates, Parquet; arrivals are generated
       otlp              vLLM's OpenTelemetry spans, OTLP JSON lines
@@ -157,16 +159,23 @@ def import_command(
       map               any CSV or JSON lines, by a map file
 
     \b
-    A map file:
+    A map file, for --map; delimiter, arrival_res_s and constants may be left out:
       schema: 1
-      format: csv                                  # or jsonl
-      columns:
-        arrival_s: {from: start, unit: ms}         # or {from: start, time: iso}
-        prompt_tokens: n_in
-        output_tokens: n_out
-        user_id: {from: user, hash: true}
+      format: csv                             # or jsonl
+      delimiter: ","                          # csv only; "\\t" for tabs
+      arrival_res_s: 1                        # stamps' steps, s; else detected
+      columns:                                # trace column: source column
+        arrival_s: {from: start, unit: ms}    # s (default), ms, us or ns
+        prompt_tokens: n_in                   # must be there, 1 or more
+        output_tokens: n_out                  # jsonl: usage.n_out is in an object
+        user_id: {from: user, hash: true}     # text to a number
         sla_class: {from: prio, values: {high: P0, low: P2}}
       constants: {model: qwen3-8b, endpoint: chat}
+
+    \b
+    Stamps that are dates, in UTC (strptime's %z for other zones):
+        arrival_s: {from: start, time: iso}   # 2024-05-01T10:30:00.25Z
+        arrival_s: {from: start, time: "%d.%m.%Y %H:%M:%S"}   # as strptime's
 
     \b
     Examples:
@@ -197,6 +206,8 @@ def import_command(
     )
     for example in report.examples:
         click.echo(f"  rejected: {example}", err=True)
+    for warning in report.warnings:
+        click.echo(f"  warning: {warning}", err=True)
 
 
 def _read_options(window: str | None, given: dict[str, Any]) -> ReadOptions:

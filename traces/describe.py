@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces.schema import SCHEMA
+from traces.schema import SCHEMA, SLA_CLASSES
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,7 +45,8 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
     `rate_rps_busiest_minute`, `interarrival_cv` (as stamped), `minute_count_cv` (whole minutes),
     `rate_over_time` (pairs of seconds and requests per second), `lengths` (mean and quantiles of
     each length), `prefix` (see `_Prefix.result`; None without prefix ids), `shares` (of rows, by
-    value), `distinct` (users, sessions, chains), `null_share` (of columns with any null).
+    value), `unknown_sla_classes` (values of `sla_class` that are no class), `distinct` (users,
+    sessions, chains), `null_share` (of columns with any null).
     Rate figures are None where arrivals are null.
     """
     rate, prefix = _Rate(trace.duration_s), _Prefix()
@@ -64,7 +65,7 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         for name, histogram in lengths.items():
             histogram.add(columns[name])
         for name, counter in shares.items():
-            _count(columns[name], counter)
+            count_values(columns[name], counter)
         for name, known in distinct.items():
             known.update(columns[name].drop_null().to_pylist())
         prefix.add(columns)
@@ -77,12 +78,14 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "lengths": {n: h.result() for n, h in lengths.items() if h.rows},
         "prefix": prefix.result(),
         "shares": {n: _as_shares(c, trace.rows) for n, c in shares.items() if c},
+        "unknown_sla_classes": [n for n in shares["sla_class"] if n not in SLA_CLASSES],
         "distinct": {n: len(known) for n, known in distinct.items() if known},
         "null_share": {n: nulls[n] / trace.rows for n in SCHEMA.names if nulls[n]},
     }
 
 
-def _count(column: pa.Array, counter: Counter[str]) -> None:
+def count_values(column: pa.Array, counter: Counter[str]) -> None:
+    """Add to `counter` how often each value of a dictionary column comes; nulls are left out."""
     if column.null_count == len(column):
         return
     codes = column.indices.drop_null().to_numpy()
@@ -258,7 +261,11 @@ def print_description(description: dict[str, Any], console: Console) -> None:
     for name, count in description["distinct"].items():
         table.add_row(f"{name.removesuffix('_id')}s", f"{count:,}")
     for name, shares in description["shares"].items():
-        top = [f"{value} {share:.1%}" for value, share in list(shares.items())[:6]]
+        unknown = description["unknown_sla_classes"] if name == "sla_class" else ()
+        top = [
+            f"{value}{' (unknown)' if value in unknown else ''} {share:.1%}"
+            for value, share in list(shares.items())[:6]
+        ]
         more = f" and {len(shares) - 6} more" if len(shares) > 6 else ""
         table.add_row(name, ", ".join(top) + more)
     empty = [name for name, share in description["null_share"].items() if share == 1]

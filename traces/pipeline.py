@@ -54,7 +54,7 @@ def write_trace(
 
     `batches` hold some of the schema's columns, with `request_id`, in any order; `defaults` fills
     the rest. `rezero` moves the first arrival to 0. `renumber` gives the rows new ids in arrival
-    order, in `parent_request_id` too (8 bytes of memory a row where there are parents).
+    order, in `parent_request_id` too, which takes some 8 bytes of memory a row.
     `resolution_s` is the resolution of the stamps when the batches do not say it; None detects
     it (stamps that are all multiples of, say, 3 s). `progress` is called with the rows read.
 
@@ -122,7 +122,11 @@ def _shift(batch: pa.RecordBatch, start_s: float) -> pa.RecordBatch:
 
 
 class _Renumber:
-    """New ids in arrival order; remembers old ones only where a row names a parent."""
+    """New ids in arrival order.
+
+    Any later row may name an earlier one as its parent, so all ids are remembered: 8 bytes for
+    each up to the largest (readers number rows from 0), and more for a moment while this grows.
+    """
 
     def __init__(self) -> None:
         self.next = 0

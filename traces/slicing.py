@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from traces.describe import count_values
 from traces.pipeline import take_rows
 from traces.schema import SCHEMA, TraceError
 from traces.spread import uniforms
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 FILTERS = ("business_line", "sla_class", "model", "endpoint", "tenant_id")
+_LISTED = 12
 
 
 def slice_trace(
@@ -63,8 +66,22 @@ def slice_trace(
             if progress is not None:
                 progress(writer.rows)
         if not writer.rows:
-            raise TraceError(f"{trace.path}: no request is left; widen the slice or the filters")
+            raise TraceError(_nothing_left(trace, keep or {}))
     return writer.rows
+
+
+def _nothing_left(trace: Trace, keep: Mapping[str, Sequence[str]]) -> str:
+    """Say what there is in the columns that were filtered."""
+    found: dict[str, Counter[str]] = {name: Counter() for name in keep}
+    for batch in trace.batches(list(keep)) if keep else ():
+        for name, counter in found.items():
+            count_values(batch.column(name), counter)
+    text = f"{trace.path}: no request is left; widen the slice or the filters"
+    for name, counter in found.items():
+        values = [value for value, _ in counter.most_common()]
+        more = f" and {len(values) - _LISTED} more" if len(values) > _LISTED else ""
+        text += f"; {name} has: {', '.join(values[:_LISTED]) or 'no value'}{more}"
+    return text
 
 
 def _until(trace: Trace, end_s: float, timed: bool) -> Iterator[pa.RecordBatch]:

@@ -85,7 +85,8 @@ class Trace:
         a dictionary of their own in every batch.
 
         Raises: TraceError when a column is unknown, or (for the columns read) a length is
-        negative or arrivals are unsorted, naming the row (1 is the first) and the value.
+        negative or arrivals are unsorted, naming the row (1 is the first) and the value; or data
+        is damaged, naming the row group (1 is the first).
         """
         names = list(columns) if columns is not None else None
         for name in names or ():
@@ -94,7 +95,7 @@ class Trace:
         check = _RowCheck(self.path)
         with _parquet(self.path) as file:
             for group in range(file.metadata.num_row_groups):
-                for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names):
+                for batch in _group(self.path, file, group, batch_rows, names):
                     check(batch)
                     yield batch if names is None else batch.select(names)
 
@@ -117,6 +118,19 @@ def _parquet(path: Path) -> pq.ParquetFile:
         raise TraceError(
             f"{path}: not a readable Parquet file ({error}); for CSV and JSONL use: "
             "twinkeel trace import SOURCE -o TRACE.parquet"
+        ) from error
+
+
+def _group(
+    path: Path, file: pq.ParquetFile, group: int, batch_rows: int, names: list[str] | None
+) -> Iterator[pa.RecordBatch]:
+    """The batches of a row group. Raises: TraceError where its data is damaged."""
+    try:
+        yield from file.iter_batches(batch_rows, row_groups=[group], columns=names)
+    except (pa.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise TraceError(
+            f"{path}: row group {group + 1}: damaged Parquet ({why}); import the source again"
         ) from error
 
 

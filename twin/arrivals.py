@@ -1,11 +1,12 @@
 """A trace on its way into the world: spread, sped up, scaled, in columns of plain Python values.
 
 Rows stay in Arrow batches until they are settled; only what the world needs is unpacked. So memory
-holds the batches with open requests, however long the trace is.
+holds the batches since that of the oldest open request, however long the trace is.
 """
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 NS = 1_000_000_000
 BYTES_PER_TOKEN = 4
 """Prompt bytes of a token, where the trace knows no bytes: about that of English text."""
+LENGTH_MAX = 2**31 - 1
 COPY_SPREAD_S = 1.0
 """Copies made by ``scale`` above 1 are spread over this long after the original."""
 
@@ -74,6 +76,7 @@ def arrivals(
     speed: float = 1.0,
     scale: float = 1.0,
     scale_lengths: float = 1.0,
+    assume_output: int = 0,
 ) -> Iterator[Chunk]:
     """The trace's requests in order of arrival.
 
@@ -83,23 +86,27 @@ def arrivals(
         scale: the rate is multiplied by this, at the trace's own pace: below 1 requests are left
             out, above 1 copies are added within a second of the original.
         scale_lengths: prompts and answers are this many times as long.
+        assume_output: tokens of an answer whose length the trace does not know; 0: refuse those.
 
     Raises:
-        TraceError: the trace has no absolute arrivals, or a factor is not above 0.
+        TraceError: the trace has no absolute arrivals, or a factor is not above 0; on the way:
+            an answer of unknown length, or one too long for the trace's columns.
     """
     for name, value in (("speed", speed), ("scale", scale), ("scale_lengths", scale_lengths)):
-        if not value > 0:
-            raise TraceError(f"{name} is {value}: it must be above 0")
+        if not (value > 0 and isfinite(value)):
+            raise TraceError(f"{name} is {value}: it must be above 0 and finite")
+    if assume_output < 0:
+        raise TraceError(f"assume_output is {assume_output}: it must not be negative")
     if not trace.has_arrivals:
         raise TraceError(
             f"{trace.path}: arrivals are relative to their sessions; import the trace again with "
             "--session-rate, so that sessions start at a rate of your choice"
         )
-    return _chunks(trace, seed, speed, scale, scale_lengths)
+    return _chunks(trace, seed, speed, scale, scale_lengths, assume_output)
 
 
 def _chunks(
-    trace: Trace, seed: int, speed: float, scale: float, scale_lengths: float
+    trace: Trace, seed: int, speed: float, scale: float, scale_lengths: float, assume_output: int
 ) -> Iterator[Chunk]:
     batches: Iterable[pa.RecordBatch] = trace.batches()
     if scale != 1.0:
@@ -109,9 +116,27 @@ def _chunks(
             continue
         if speed != 1.0:
             batch = _with(batch, "arrival_s", _numbers(batch, "arrival_s") / speed)
+        batch = _with_outputs(batch, assume_output, trace)
         if scale_lengths != 1.0:
             batch = _lengthened(batch, scale_lengths)
         yield Chunk(batch)
+
+
+def _with_outputs(batch: pa.RecordBatch, assume_output: int, trace: Trace) -> pa.RecordBatch:
+    """Answers of unknown length become ``assume_output`` tokens long; embeddings have none."""
+    outputs = _column(batch, "output_tokens")
+    if not outputs.null_count:
+        return batch
+    embeddings = np.array([name == "embeddings" for name in _strings(batch, "endpoint")])
+    unknown = outputs.is_null().to_numpy(zero_copy_only=False) & ~embeddings
+    if unknown.any() and not assume_output:
+        row = int(_numbers(batch, "request_id")[np.flatnonzero(unknown)[0]])
+        raise TraceError(
+            f"{trace.path}: request {row} has no output_tokens: give --assume-output TOKENS for "
+            "answers whose length the trace does not know"
+        )
+    values = np.where(unknown, assume_output, outputs.fill_null(0).to_numpy())
+    return _with(batch, "output_tokens", values)
 
 
 def _scaled(batch: pa.RecordBatch, scale: float, seed: int) -> pa.RecordBatch:
@@ -140,8 +165,17 @@ def _lengthened(batch: pa.RecordBatch, factor: float) -> pa.RecordBatch:
         else:
             numbers = column.to_numpy()
             values = np.where(numbers > 0, np.maximum(1, np.rint(numbers * factor)), 0)
-        batch = _with(batch, name, values)
+        batch = _with(batch, name, _bounded(values, name, factor))
     return batch
+
+
+def _bounded(values: Any, name: str, factor: float) -> Any:
+    largest = max((value for value in values if value is not None), default=0)
+    if largest > LENGTH_MAX:
+        raise TraceError(
+            f"scale_lengths {factor} makes {name} as large as {largest:.4g}: at most {LENGTH_MAX}"
+        )
+    return values
 
 
 def _with(batch: pa.RecordBatch, name: str, values: Any) -> pa.RecordBatch:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from policy.files import load_policy, policy_names, profile_names
+from policy.files import FileError, load_policy, policy_names, profile_names
 from policy.parameters import Parameters, render
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from traces import Trace
     from twin.fleet import ReplicaSpec
     from twin.replay import Replay, ReplayOptions
+    from twin.summary import Slo
 
 REPLAY_HELP = """Replay TRACE through simulated vLLM replicas, under one policy or several.
 
@@ -37,27 +39,54 @@ serves its own model, and embeddings go to the embedding models.
 """
 
 
+class BadInput(click.ClickException):
+    """One clear line and exit code 2."""
+
+    exit_code = 2
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """A bad input is one clear line and exit code 2, never a traceback."""
+    """What the user can mend is one clear line and exit code 2; a fault of ours is a traceback."""
+    from traces import TraceError
+    from twin.fleet import FleetError
+    from twin.report import ReportError
+
     try:
         yield
-    except (ValueError, OSError) as error:
-        raise click.UsageError(str(error)) from error
+    except (TraceError, FileError, FleetError, ReportError) as error:
+        raise BadInput(str(error)) from error
+    except OSError as error:
+        raise BadInput(f"{error.filename or 'output'}: {error.strerror or error}") from error
 
 
 def _profiles(names: tuple[str, ...], replicas: tuple[int, ...]) -> list[tuple[str, int]]:
     if len(replicas) > len(names):
-        raise click.UsageError(
+        raise BadInput(
             f"{len(replicas)} times --replicas for {len(names)} times --profile: give one each"
         )
     counts = list(replicas) + [1] * (len(names) - len(replicas))
     return list(zip(names, counts, strict=True))
 
 
-def _policy(name: str) -> tuple[str, Parameters]:
-    parameters = load_policy(name)
-    return parameters.name or Path(name).stem, parameters
+def _policies(names: tuple[str, ...]) -> list[tuple[str, Parameters]]:
+    """Each with a label of its own: the preset's name or the file's, numbered where they repeat."""
+    loaded: list[tuple[str, Parameters]] = []
+    for name in names:
+        stem = Path(name).stem
+        labels = {label for label, _ in loaded}
+        numbered = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
+        loaded.append((next(label for label in numbered if label not in labels), load_policy(name)))
+    return loaded
+
+
+def _slo(context: click.Context, parameter: click.Parameter, text: str) -> Slo:
+    from twin.summary import Slo
+
+    try:
+        return Slo.parse(text)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
@@ -86,6 +115,15 @@ def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]
 @click.option("--speed", default=1.0, help="Play the trace this many times as fast.")
 @click.option("--scale", default=1.0, help="Multiply the request rate, at the trace's own pace.")
 @click.option("--scale-lengths", default=1.0, help="Multiply prompt and answer lengths.")
+@click.option(
+    "--assume-output", default=0, metavar="TOKENS",
+    help="Answer length where the trace does not know it; 0: refuse such a trace.",
+)  # fmt: skip
+@click.option(
+    "--slo", default="P0=1.5,P1=4,P2=10,tpot=0.1", metavar="LIMITS", callback=_slo,
+    help="What a good answer is: seconds to first token by SLA class (`other`: no class), and per "
+    "token after it. A request's own deadline goes first.",
+)  # fmt: skip
 @click.option(
     "--max-model-len", default=0, metavar="TOKENS",
     help="Longest prompt plus answer; 0: the profile's.",
@@ -130,7 +168,7 @@ def replay_command(
         fleet = fleet_of(
             _profiles(profiles, replicas), max_model_len=max_model_len, kv_blocks_given=kv_blocks
         )
-        loaded = [_policy(name) for name in policies]
+        loaded = _policies(policies)
         options = ReplayOptions(log=log_mode, skip=not no_skip, **scaling)
         folder = out or Path("build/replay") / trace.path.stem
         replays = [
@@ -162,6 +200,7 @@ def _replay_one(
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as bar:
         task = bar.add_task(f"replay under {name}", total=round(trace.rows * options.scale))
         return replay(
@@ -184,19 +223,30 @@ def policy() -> None:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 def check(files: tuple[str, ...]) -> None:
     """Check policy files: unknown keys, ranges, combinations. Exit code 2 if one is wrong."""
+    wrong = 0
     for name in files:
-        with plain_errors():
+        try:
             parameters = load_policy(name)
-        click.echo(f"{name}: a valid policy file ({parameters.discipline})")
+        except FileError as error:
+            wrong += 1
+            click.echo(f"Error: {error}", err=True)
+        else:
+            click.echo(f"{name}: a valid policy file ({parameters.discipline})")
+    if wrong:
+        raise SystemExit(2)
 
 
 @policy.command("show")
-@click.argument("name", default="stable", shell_complete=_completed(policy_names))
+@click.argument("name", default="", shell_complete=_completed(policy_names))
 @click.option("--defaults", is_flag=True, help="Every parameter's default, its unit and why.")
 def show(name: str, defaults: bool) -> None:
-    """Print a policy file in full: a preset (fifo, stable, throughput) or a file."""
+    """Print a policy file in full: a preset (stable, fifo, throughput) or a file."""
+    if name and defaults:
+        raise BadInput(
+            f"--defaults shows what stands in no file: leave out {name!r}, or the option"
+        )
     with plain_errors():
-        parameters = Parameters() if defaults else load_policy(name)
+        parameters = Parameters() if defaults else load_policy(name or "stable")
     click.echo(render(parameters, comments=True), nl=False)
 
 

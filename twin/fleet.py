@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from policy.cost import Gpu, ModelShape, Profile
 
 
+class FleetError(ValueError):
+    """A fleet that cannot stand: which figure is wrong, and what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
     """One replica, ready to be built."""
@@ -77,16 +81,20 @@ def fleet_of(
         kv_blocks_given: KV blocks of each replica; 0: computed from the card's memory.
 
     Raises:
-        ValueError: no replica at all, or a figure out of range.
+        FleetError: no replica at all, or a figure out of range.
+        FileError: a profile that does not exist or is wrong.
     """
     specs: list[ReplicaSpec] = []
     models, gpus = load_models(), load_gpus()
     for name, count in profiles:
         if count < 1:
-            raise ValueError(f"{name}: {count} replicas: a fleet needs at least 1 of each profile")
+            raise FleetError(f"{name}: {count} replicas: a fleet needs at least 1 of each profile")
         profile = load_profile(name)
         model, gpu = models[profile.model], gpus[profile.gpu]
-        settings = engine_settings(profile, model, gpu, max_model_len, kv_blocks_given)
+        try:
+            settings = engine_settings(profile, model, gpu, max_model_len, kv_blocks_given)
+        except ValueError as error:
+            raise FleetError(str(error)) from error
         cost = StepCost.from_profile(profile)
         serves = (profile.model,) if len(profiles) > 1 else ()
         for number in range(count):
@@ -97,7 +105,7 @@ def fleet_of(
                 )
             )  # fmt: skip
     if not specs:
-        raise ValueError("the fleet has 0 replicas: give at least one profile")
+        raise FleetError("the fleet has 0 replicas: give at least one profile")
     return specs
 
 

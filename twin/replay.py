@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import resource
+import shutil
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Literal
 
 from policy.compose import build_policy
@@ -42,6 +44,7 @@ class ReplayOptions:
     speed: float = 1.0
     scale: float = 1.0
     scale_lengths: float = 1.0
+    assume_output: int = 0
     log: LogMode = "hash"
     skip: bool = True
     slo: Slo = field(default_factory=Slo)
@@ -135,6 +138,7 @@ def replay(
     Args:
         policy_name: for the report.
         out: folder for ``requests.parquet``, and for ``decisions.N.log`` unless it is only hashed.
+            It takes the place of a folder of that name when the run has ended well.
         progress: called with the number of requests settled since the last call.
 
     Raises:
@@ -143,20 +147,24 @@ def replay(
     options = options or ReplayOptions()
     source = arrivals(
         trace, seed=options.seed, speed=options.speed, scale=options.scale,
-        scale_lengths=options.scale_lengths,
+        scale_lengths=options.scale_lengths, assume_output=options.assume_output,
     )  # fmt: skip
+    if options.log != "hash" and out is None:
+        raise TraceError(f"a log in mode {options.log} needs a folder to write to: give out")
     policy = build_policy(parameters)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
     header = Header(schema=1, code_hash=code_hash(), policy=canonical(parameters), wall_ns=0)
-    log = _log(options.log, header, policy.snapshot, out)
     summary = Summary(options.slo)
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     with ExitStack() as stack:
         writer = None
+        folder = None
         if out is not None:
+            folder = stack.enter_context(_fresh_folder(out))
+        log = _log(options.log, header, policy.snapshot, folder)
+        stack.callback(log.close)
+        if folder is not None:
             writer = stack.enter_context(
-                TraceWriter(out / "requests.parquet", row_group_rows=RESULT_ROWS)
+                TraceWriter(folder / "requests.parquet", row_group_rows=RESULT_ROWS)
             )
 
         def settled(chunk: Chunk) -> None:
@@ -170,10 +178,8 @@ def replay(
         first_ns, source = _peek(source, options.scale)
         with _rare_collections():
             world.run(source)
-    log.close()
     span_s = (max(summary.last_ns, first_ns) - first_ns) / 1e9
     engines = [replica.engine for replica in world.replicas]
-    busy = [engine.busy_ticks / (span_s * 1e9 * 1024) if span_s else 0.0 for engine in engines]
     return Replay(
         policy=policy_name,
         trace=str(trace.path.name),
@@ -182,7 +188,7 @@ def replay(
         summary=summary,
         samples=world.samples,
         span_s=span_s,
-        gpu_busy=busy,
+        gpu_busy=world.gpu_busy_share(round(span_s * 1e9)),
         engine_steps=sum(engine.steps for engine in engines),
         engine_preemptions=sum(engine.preemptions for engine in engines),
         decisions=log.count,
@@ -232,10 +238,26 @@ def _peek(source: Iterator[Chunk], scale: float) -> tuple[int, Iterator[Chunk]]:
     return first.arrival_ns[0], chunks()
 
 
-def _log(mode: LogMode, header: Header, snapshot: Callable[[], bytes], out: Path | None) -> HashLog:
-    if mode == "hash":
+@contextmanager
+def _fresh_folder(out: Path) -> Iterator[Path]:
+    """A folder to write to that becomes ``out`` if all goes well, and leaves nothing if not."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield scratch
+        if out.exists():
+            shutil.rmtree(out)
+        scratch.chmod(0o755)
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _log(
+    mode: LogMode, header: Header, snapshot: Callable[[], bytes], folder: Path | None
+) -> HashLog:
+    if mode == "hash" or folder is None:
         return HashLog()
-    folder = out if out is not None else Path()
 
     def segment(index: int) -> Any:
         return (folder / f"decisions.{index}.log").open("wb")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from traces.schema import OUTCOMES
 from twin.results import HOPS
 
 if TYPE_CHECKING:
@@ -89,6 +90,28 @@ class Slo:
     tpot_s: float = 0.1
     """Per output token after the first: ten tokens a second, faster than reading."""
 
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """From ``P0=1.5,P1=4,tpot=0.1`` (seconds); what is not named keeps its default.
+
+        Raises:
+            ValueError: not of that form, or not above 0.
+        """
+        ttft_s, tpot_s = dict(cls().ttft_s), cls().tpot_s
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = 0.0
+            if not seconds > 0:
+                raise ValueError(f"SLO {part!r}: write CLASS=SECONDS or tpot=SECONDS, above 0")
+            if name == "tpot":
+                tpot_s = seconds
+            else:
+                ttft_s["" if name == "other" else name] = seconds
+        return cls(ttft_s, tpot_s)
+
     def limit_s(self, sla: str) -> float:
         return self.ttft_s.get(sla, self.ttft_s[""])
 
@@ -110,8 +133,7 @@ class Group:
 
     def add(self, seen: Observed, outcome: Array, good: Array, tokens: Array, rows: Array) -> None:
         self.offered += int(rows.size)
-        names = ("answered", "degraded", "shed", "failed", "cancelled")
-        for code, name in enumerate(names):
+        for name, code in OUTCOME_CODES.items():
             setattr(self, name, getattr(self, name) + int((outcome[rows] == code).sum()))
         self.good += int(good[rows].sum())
         done = rows[seen.answered[rows]]
@@ -161,7 +183,7 @@ class Group:
         return out
 
 
-OUTCOME_CODES = {"answered": 0, "degraded": 1, "shed": 2, "failed": 3, "cancelled": 4}
+OUTCOME_CODES = {name: code for code, name in enumerate(OUTCOMES)}
 
 
 class Summary:

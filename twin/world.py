@@ -23,7 +23,7 @@ import simpy
 from policy.decisions import Abort, Dispatch, Refused, Settled
 from policy.events import Arrived, Failed, Finished, FirstToken, Scraped
 from policy.runner import Runner
-from twin.engine import Engine, EngineError, Sequence
+from twin.engine import Engine, Sequence, UnfitError
 from twin.engine.steptime import TICK_BITS
 
 if TYPE_CHECKING:
@@ -294,9 +294,9 @@ class World:
                 "the policy lost them"
             )
 
-    def gpu_busy_share(self) -> list[float]:
-        """By replica: the share of the run so far in which a step was running."""
-        ticks = self.now_ns << TICK_BITS
+    def gpu_busy_share(self, span_ns: int) -> list[float]:
+        """By replica: for what share of ``span_ns`` a step was running."""
+        ticks = span_ns << TICK_BITS
         return [replica.engine.busy_ticks / ticks if ticks else 0.0 for replica in self.replicas]
 
     # ---- arrivals ----
@@ -384,7 +384,7 @@ class World:
         )  # fmt: skip
         try:
             self.replicas[decision.replica].submit(seq, now_ns)
-        except EngineError:
+        except UnfitError:
             self._after_reject(request, decision.replica)
 
     def _open(self, request: int) -> _Call:

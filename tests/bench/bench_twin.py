@@ -2,7 +2,8 @@
 
 Every measurement is a process of its own. Wall time runs from the first row read to the last row
 written: reading the Parquet trace, simulating, the decision log in hash mode, the results streamed
-to Parquet. Starting Python and importing is not in it; memory is the whole process's peak.
+to Parquet. Starting Python and importing is not in it; memory is the whole process's peak. Ratios
+are of processes that ran in turn, so that a machine whose speed drifts does not decide them.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.figures import Figure, write_figures
+import simpy
+
+from tests.figures import Figure, require, write_figures
 
 FIGURES = Path("build/figures/bench-twin.json")
 WORKLOADS = Path("build/bench")
 ROUNDS = 5
+PAIRS = 5
+REQUIRED = (
+    "fifo_4r_10k_req_per_s", "fifo_4r_100k_s", "fifo_4r_100k_mib", "stable_4r_10k_req_per_s",
+    "mooncake_prefix_req_per_s", "cost_ratio_16r_to_1r_fifo", "cost_ratio_100k_to_10k_fifo",
+)  # fmt: skip
 
 
 def measure(trace: str, policy: str, replicas: int, rounds: int, max_model_len: int) -> None:
@@ -44,7 +53,7 @@ def measure(trace: str, policy: str, replicas: int, rounds: int, max_model_len: 
 def timed(
     trace: Path, policy: str, replicas: int, rounds: int = ROUNDS, max_model_len: int = 0
 ) -> dict[str, Any]:
-    """Run ``measure`` in a process of its own; medians over the rounds, memory of the first."""
+    """Run ``measure`` in a process of its own and print a row: medians over the rounds."""
     command = [
         sys.executable, "-m", "tests.bench.bench_twin", str(trace), policy, str(replicas),
         str(rounds), str(max_model_len),
@@ -73,49 +82,68 @@ def timed(
     return row
 
 
+def cpu_ratio(a: tuple[Path, int], b: tuple[Path, int]) -> float:
+    """CPU per request of ``a`` over that of ``b``, each (trace, replicas) under fifo.
+
+    The median over pairs of processes that ran right after each other.
+    """
+    ratios = []
+    for _ in range(PAIRS):
+        costs = []
+        for trace, replicas in (a, b):
+            row = timed(trace, "fifo", replicas, rounds=1)
+            costs.append(row["cpu_s"] / row["requests"])
+        ratios.append(costs[0] / costs[1])
+    return statistics.median(ratios)
+
+
+def raw_simpy_per_s() -> float:
+    """Bare SimPy timeouts a second here and now: what a Python event costs on this machine."""
+    env = simpy.Environment()
+
+    def ticking() -> Any:
+        while True:
+            yield env.timeout(1)
+
+    env.process(ticking())
+    begin = time.perf_counter()
+    env.run(until=300_000)
+    return 300_000 / (time.perf_counter() - begin)
+
+
 def workloads() -> dict[str, Path]:
     """The shared workload in its three sizes, and the Mooncake trace where it is at hand."""
     from traces.generate import generate_bench
     from traces.readers import import_trace
 
     WORKLOADS.mkdir(parents=True, exist_ok=True)
-    paths = {}
-    for name in ("w10k_r8", "w10k_r32", "w100k_r32"):
-        paths[name] = WORKLOADS / f"{name}.parquet"
-        if not paths[name].exists():
-            generate_bench(name, paths[name])
+    names = ["w10k_r8", "w10k_r32", "w100k_r32", "mooncake"]
+    paths = {name: WORKLOADS / f"{name}.parquet" for name in names}
+    for name in names[:3]:
+        generate_bench(name, paths[name])
     data = os.environ.get("TWINKEEL_DATA")
     if data:
-        paths["mooncake"] = WORKLOADS / "mooncake.parquet"
-        if not paths["mooncake"].exists():
-            source = Path(data) / "traces" / "mooncake_conversation.jsonl.gz"
-            import_trace(source, paths["mooncake"])
+        source = Path(data) / "traces" / "mooncake_conversation.jsonl.gz"
+        import_trace(source, paths["mooncake"])
+    else:
+        print("the Mooncake trace is not at hand: set TWINKEEL_DATA to where the traces lie")
+        del paths["mooncake"]
     return paths
 
 
 def main() -> int:
     paths = workloads()
+    simpy_before = raw_simpy_per_s()
     small = timed(paths["w10k_r32"], "fifo", 4)
     large = timed(paths["w100k_r32"], "fifo", 4, rounds=3)
     stable = timed(paths["w10k_r32"], "stable", 4)
-    one = timed(paths["w10k_r8"], "fifo", 1)
-    sixteen = timed(paths["w10k_r8"], "fifo", 16)
-    how = "median of runs in one process"
+    how = "median of the runs in one process"
     figures = [
         Figure("fifo_4r_10k_req_per_s", small["per_wall_s"], "1/s", ">= 40000", how),
         Figure("fifo_4r_100k_s", large["wall_s"], "s", "<= 3.5", how),
         Figure("fifo_4r_100k_mib", large["mib"], "MiB", "<= 150", "peak of the process"),
         Figure("stable_4r_10k_req_per_s", stable["per_wall_s"], "1/s", ">= 20000", how),
-        Figure(
-            "cost_ratio_16r_to_1r_fifo", sixteen["cpu_s"] / one["cpu_s"], "1", "<= 1.25",
-            "CPU of the same trace on 16 replicas and on 1",
-        ),
-        Figure(
-            "cost_ratio_100k_to_10k_fifo",
-            small["per_cpu_s"] / large["per_cpu_s"], "1", "<= 1.2",
-            "CPU per request of 100,000 requests and of 10,000",
-        ),
-    ]  # fmt: skip
+    ]
     if "mooncake" in paths:
         prefix = timed(paths["mooncake"], "fifo", 8, rounds=3, max_model_len=131_072)
         figures.append(
@@ -124,11 +152,27 @@ def main() -> int:
                 "the Mooncake conversation trace, 8 replicas, shared prefixes on",
             )
         )  # fmt: skip
+    figures += [
+        Figure(
+            "cost_ratio_16r_to_1r_fifo",
+            cpu_ratio((paths["w10k_r8"], 16), (paths["w10k_r8"], 1)), "1", "<= 1.25",
+            "CPU of the same trace on 16 replicas and on 1, median of pairs",
+        ),
+        Figure(
+            "cost_ratio_100k_to_10k_fifo",
+            cpu_ratio((paths["w100k_r32"], 4), (paths["w10k_r32"], 4)), "1", "<= 1.2",
+            "CPU per request of 100,000 requests and of 10,000, median of pairs",
+        ),
+        Figure(
+            "raw_simpy_timeouts_per_s", (simpy_before + raw_simpy_per_s()) / 2, "1/s", "> 0",
+            "bare SimPy on this machine, mean of before and after: the yardstick for the others",
+        ),
+    ]  # fmt: skip
     write_figures(FIGURES, figures)
-    missing = "mooncake" not in paths
-    if missing:
-        print("mooncake_prefix_req_per_s is absent: set TWINKEEL_DATA to where the traces lie")
-    return int(missing)
+    complaints = require(figures, REQUIRED)
+    print("\n".join(complaints) or "all figures hold")
+    absent = set(REQUIRED) - {figure.name for figure in figures}
+    return int(bool(absent))
 
 
 if __name__ == "__main__":

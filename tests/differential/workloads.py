@@ -456,8 +456,10 @@ def _in_lockstep(requests: list[Request], dice: random.Random, workload: Workloa
         request = replace(request, at_ns=at_ns, abort_ns=None)
         if place < together:
             last = shortest + place + (workload.async_scheduling and place > 0)
-            if brief and place:
-                output = block - last + dice.randint(1, 10)
+            behind = place > 0 and dice.random() < 0.2  # fills its block a step later, as its last
+            last -= behind
+            if place and (brief or behind):
+                output = block - last + (1 if behind else dice.randint(1, 10))
                 request = replace(request, output_tokens=output, max_tokens=output + place % 3)
             prompt = full_blocks[place] * block + last
             request = replace(request, prompt_tokens=prompt, prefix=())

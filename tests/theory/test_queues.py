@@ -262,7 +262,7 @@ def test_littles_law(single: Run) -> None:
 
 
 def test_the_busy_share_is_the_work_over_the_time(single: Run) -> None:
-    (share,) = single.world.gpu_busy_share()
+    (share,) = single.world.gpu_busy_share(single.world.now_ns)
     work_ns = int(single.path.steps.sum()) * STEP_NS
     assert share == pytest.approx(work_ns / single.world.now_ns, rel=1e-9)
 

@@ -124,11 +124,31 @@ def test_scaling_lengths_keeps_nulls(tmp_path: Path) -> None:
         {"arrival_s": 0.0, "prompt_tokens": 100, "output_tokens": 30, "max_output_tokens": None},
         {"arrival_s": 0.0, "prompt_tokens": 100, "output_tokens": None, "max_output_tokens": 50},
     ]
-    (chunk,) = arrivals(write_rows(tmp_path / "t.parquet", rows), scale_lengths=2)
+    trace = write_rows(tmp_path / "t.parquet", rows)
+    (chunk,) = arrivals(trace, scale_lengths=2, assume_output=7)
     assert chunk.prompt_tokens == [200, 200]
-    assert chunk.output_tokens == [60, 0]
+    assert chunk.output_tokens == [60, 14]
     assert chunk.max_tokens == [0, 100]
-    assert chunk.batch.column("output_tokens").to_pylist() == [60, None]
+
+
+def test_answers_of_unknown_length_are_refused_unless_one_is_assumed(tmp_path: Path) -> None:
+    rows = [
+        {"arrival_s": 0.0, "prompt_tokens": 10, "endpoint": "embeddings"},
+        {"arrival_s": 1.0, "prompt_tokens": 10, "output_tokens": 4},
+        {"arrival_s": 2.0, "prompt_tokens": 10},
+    ]
+    trace = write_rows(tmp_path / "t.parquet", rows)
+    with pytest.raises(TraceError, match=r"request 2 has no output_tokens.*--assume-output"):
+        list(arrivals(trace))
+    (chunk,) = arrivals(trace, assume_output=9)
+    assert chunk.output_tokens == [0, 4, 9]
+    (chunk,) = arrivals(write_rows(tmp_path / "e.parquet", rows[:2]))
+    assert chunk.output_tokens == [0, 4]
+
+
+def test_lengths_beyond_the_columns_are_refused_with_the_factor(steady: Trace) -> None:
+    with pytest.raises(TraceError, match=r"scale_lengths 1000000000.*prompt_tokens"):
+        list(arrivals(steady, scale_lengths=1e9))
 
 
 def test_what_the_trace_does_not_know_becomes_empty_or_zero(tmp_path: Path) -> None:
@@ -140,14 +160,15 @@ def test_what_the_trace_does_not_know_becomes_empty_or_zero(tmp_path: Path) -> N
         "prefix_ids": [1, 2],
     }  # fmt: skip
     unknown = {
-        "output_tokens": 0, "max_tokens": 0, "model": "", "endpoint": "chat", "user": "",
+        "output_tokens": 7, "max_tokens": 0, "model": "", "endpoint": "chat", "user": "",
         "session": "", "sla": "", "line": "", "deadline_ns": 0, "prefix_block_tokens": 0,
         "prefix": (), "prompt_bytes": 400,
     }  # fmt: skip
     bare = {"arrival_s": 0.0, "prompt_tokens": 100}
-    (alone,) = arrivals(write_rows(tmp_path / "bare.parquet", [bare]))
+    (alone,) = arrivals(write_rows(tmp_path / "bare.parquet", [bare]), assume_output=7)
     assert {name: getattr(alone, name)[0] for name in unknown} == unknown
-    (mixed,) = arrivals(write_rows(tmp_path / "mixed.parquet", [{**bare, **known}, bare]))
+    both = write_rows(tmp_path / "mixed.parquet", [{**bare, **known}, bare])
+    (mixed,) = arrivals(both, assume_output=7)
     assert {name: getattr(mixed, name)[1] for name in unknown} == unknown
     assert mixed.user[0] == "u3"
     assert mixed.session[0] == "s4"
@@ -159,7 +180,7 @@ def test_what_the_trace_does_not_know_becomes_empty_or_zero(tmp_path: Path) -> N
 
 def test_an_endpoint_that_the_gateway_lacks_is_taken_for_a_chat(tmp_path: Path) -> None:
     rows = [
-        {"arrival_s": 0.0, "prompt_tokens": 1, "endpoint": name}
+        {"arrival_s": 0.0, "prompt_tokens": 1, "output_tokens": 1, "endpoint": name}
         for name in ("chat", "embeddings", "audio", None)
     ]
     (chunk,) = arrivals(write_rows(tmp_path / "t.parquet", rows))
@@ -168,7 +189,12 @@ def test_an_endpoint_that_the_gateway_lacks_is_taken_for_a_chat(tmp_path: Path) 
 
 def test_coarse_stamps_are_spread_by_the_seed(tmp_path: Path) -> None:
     rows = [
-        {"arrival_s": float(number // 100), "arrival_res_s": 1.0, "prompt_tokens": 1}
+        {
+            "arrival_s": float(number // 100),
+            "arrival_res_s": 1.0,
+            "prompt_tokens": 1,
+            "output_tokens": 1,
+        }
         for number in range(500)
     ]
     trace = write_rows(tmp_path / "t.parquet", rows)
@@ -180,7 +206,7 @@ def test_coarse_stamps_are_spread_by_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["speed", "scale", "scale_lengths"])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_factors_must_be_above_zero(steady: Trace, name: str, value: float) -> None:
     with pytest.raises(TraceError, match=f"{name} is {value}"):
         arrivals(steady, **{name: value})  # type: ignore[arg-type]

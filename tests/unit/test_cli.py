@@ -79,6 +79,62 @@ def test_bad_options_exit_2_and_write_nothing(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("log", ["full", "hash", "sample"])
+def test_a_replay_that_fails_on_its_way_leaves_what_was_there(
+    tmp_path: Path, trace: Path, log: str
+) -> None:
+    out = tmp_path / "out"
+    assert run("replay", trace, "--policy", "fifo", "--out", out, "--log", log).exit_code == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    bad = tmp_path / "bad.parquet"
+    with TraceWriter(bad) as writer:
+        for output_tokens in (5, None):  # the second batch has an answer of unknown length
+            first = 0 if output_tokens else 3000
+            writer.write(
+                pa.RecordBatch.from_pydict(
+                    {
+                        "request_id": pa.array(range(first, first + 3000), pa.int64()),
+                        "arrival_s": pa.array([float(first + row) for row in range(3000)]),
+                        "prompt_tokens": pa.array([9] * 3000, pa.int32()),
+                        "output_tokens": pa.array([output_tokens] * 3000, pa.int32()),
+                    }
+                )
+            )
+    result = run("replay", bad, "--policy", "fifo", "--out", out, "--log", log)
+    assert result.exit_code == 2
+    assert "--assume-output" in result.output
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_policies_of_one_name_keep_their_results_apart(trace: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "stable.yaml"
+    mine.write_text(run("policy", "show", "stable").output)
+    out = tmp_path / "out"
+    result = run("replay", trace, "--policy", "stable", "--policy", mine, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert open_trace(out / "stable" / "requests.parquet").rows == 40
+    assert open_trace(out / "stable-2" / "requests.parquet").rows == 40
+
+
+def test_a_policy_name_is_no_path(tmp_path: Path) -> None:
+    policy = tmp_path / "mine.yaml"
+    policy.write_text("schema: 1\nname: ../../evil\n")
+    result = run("policy", "check", policy, "stable")
+    assert result.exit_code == 2
+    assert "../../evil" in result.output
+    assert "stable: a valid policy file" in result.output
+
+
+def test_the_slo_can_be_set(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("replay", trace, "--policy", "fifo", "--out", out, "--slo")
+    assert run(*words, "P0=0.001,P2=0.001").exit_code == 0
+    assert json.loads((out / "report.json").read_text())["replays"][0]["all"]["good"] == 0
+    result = run(*words, "P0=fast")
+    assert result.exit_code == 2
+    assert "P0=fast" in result.output
+
+
 def test_an_unknown_key_in_a_policy_file_is_named(trace: Path, tmp_path: Path) -> None:
     policy = tmp_path / "mine.yaml"
     policy.write_text("schema: 1\nname: mine\ndicsipline: fifo\n")

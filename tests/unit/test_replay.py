@@ -166,7 +166,10 @@ def test_prices_are_for_the_good_tokens_only(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_a_day_is_timed_from_its_first_request(tmp_path: Path) -> None:
-    rows = [{"arrival_s": 86_400.0 + number, "prompt_tokens": 5} for number in range(3)]
+    rows = [
+        {"arrival_s": 86_400.0 + number, "prompt_tokens": 5, "output_tokens": 1}
+        for number in range(3)
+    ]
     run = replay(write_rows(tmp_path / "in.parquet", rows), fleet(), FIFO, OPTIONS)
     assert 2 < run.span_s < 3
 

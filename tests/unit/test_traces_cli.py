@@ -33,6 +33,21 @@ def test_help_says_what_there_is() -> None:
         assert "Examples:" in result.output
     shown = invoke("import", "--help").output
     assert all(known.name in shown for known in traces.readers.formats())
+    assert all(key in shown for key in ("delimiter", "arrival_res_s", "strptime", "usage.n_out"))
+
+
+def test_unknown_sla_classes_are_shown(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.csv", tmp_path / "a.parquet"
+    source.write_text("at,in,class\n1,5,gold\n2,5,P1\n")
+    (tmp_path / "m.yaml").write_text(
+        "schema: 1\nformat: csv\ncolumns: {arrival_s: at, prompt_tokens: in, sla_class: class}\n"
+    )
+    result = invoke("import", source, "--map", tmp_path / "m.yaml", "-o", out)
+    assert result.exit_code == 0
+    assert "warning: sla_class 'gold' of 1 requests is none of P0, P1, P2" in result.stderr
+    assert "gold (unknown) 50.0%" in invoke("describe", out).output
+    described = json.loads(invoke("describe", out, "--json").output)
+    assert described["unknown_sla_classes"] == ["gold"]
 
 
 def test_import_describe_slice(tmp_path: Path) -> None:
@@ -68,6 +83,7 @@ def test_slice_filters(tmp_path: Path) -> None:
     result = invoke("slice", "demo", "-o", tmp_path / "x.parquet", "--line", "nobody")
     assert result.exit_code == 2
     assert "no request is left" in result.output
+    assert "business_line has: support" in result.output
 
 
 def test_generate(tmp_path: Path) -> None:
@@ -108,6 +124,16 @@ def test_errors_end_with_code_2_and_leave_nothing(
     assert result.exit_code == 2
     assert message in result.output
     assert os.listdir(tmp_path) == ["a.csv"]
+
+
+def test_an_arrow_error_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise OSError("Corrupt snappy compressed data.")
+
+    monkeypatch.setattr(traces.readers, "write_trace", broken)
+    (tmp_path / "a.csv").write_text(CSV)
+    result = invoke("import", tmp_path / "a.csv", "-o", tmp_path / "o.parquet")
+    assert "output: Corrupt snappy" in result.output
 
 
 def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

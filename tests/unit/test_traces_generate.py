@@ -207,7 +207,10 @@ def test_chains_have_a_plan_rounds_and_an_answer(tmp_path: Path) -> None:
         (("duration_s: 300", "duration_s: -1"), "Expected `float` > 0"),
         (("rate_rps: 4", "rate_rps: 4, cv: 2"), "poisson gaps have cv 1, not 2"),
         (("rate_rps: 4", "rate_rps: 0"), r"streams\[0\].arrivals.rate_rps"),
-        (("rate_rps: 4", "rat_rps: 4"), "unknown field `rat_rps`"),
+        (
+            ("rate_rps: 4", "rat_rps: 4"),
+            r"unknown key 'rat_rps' in .*arrivals; did you mean rate_rps\?",
+        ),
         (("rate_rps: 4", "rate_rps: 4, curve: [[9, 1], [3, 1]]"), "its times must rise"),
         (("rate_rps: 4", "rate_rps: 4, diurnal: [1]"), "length >= 24"),
         (("rate_rps: 4", "rate_rps: 4, bursts: {factors: [1], stay_s: [1]}"), "at least two"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +20,9 @@ from traces.readers import ReadOptions, formats, guess_format, import_trace
 from traces.readers.mapped import load_map
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from traces.readers import ImportReport
 
+SMALL, LARGE = 200_000, 600_000
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 AZURE_ROWS = (
     "2023-11-16 18:17:03.9799600,4808,10\n"
@@ -82,6 +84,7 @@ def test_azure_2024_stamps_and_gzip(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("2023-11-16 18:17:05,x,10", "row 5: ContextTokens: 'x' is not a whole number"),
+        ("2023-11-16 18:17:05,0,10", "row 5: ContextTokens is 0: a prompt holds at least one"),
         ("2023-11-16 18:17:05,1,-3", "row 5: GeneratedTokens is negative: -3"),
         ("2023-11-16 18:17:05,1,9999999999", "row 5: GeneratedTokens is too large"),
         ("yesterday,1,3", "row 5: TIMESTAMP: not an ISO 8601 stamp in UTC: 'yesterday'"),
@@ -112,7 +115,7 @@ def test_when_no_row_is_left_it_says_why(tmp_path: Path) -> None:
     [
         ("", "the file is empty"),
         ("\n\n", "the file is empty"),
-        (AZURE, "no request to write"),
+        (AZURE, r"src\.csv: no request to import; the source has no usable row"),
         ("a,b\n1,2\n", r"no known format has these columns: a, b; .*--format.*--map"),
         (b"\xff\xfe\x00", "not UTF-8"),
         (gzip.compress((AZURE + AZURE_ROWS).encode())[:-12], "damaged or cut short"),
@@ -191,7 +194,14 @@ def test_mooncake_resolution_is_detected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{", '{"timestamp": 1}', mooncake(-1, [1]), mooncake(1, [1], input_length=-4), "[1]"],
+    [
+        "{",
+        '{"timestamp": 1}',
+        mooncake(-1, [1]),
+        mooncake(1, [1], input_length=-4),
+        mooncake(1, [1], input_length=0),
+        "[1]",
+    ],
 )
 def test_mooncake_bad_lines(tmp_path: Path, line: str) -> None:
     text = mooncake(0, [1]) + line.strip() + "\n"
@@ -233,7 +243,13 @@ def test_vllm_spans(tmp_path: Path) -> None:
     assert second["ttft_s"] == 0.25
     assert second["queue_s"] == pytest.approx(0.1)
     assert second["decode_s"] == pytest.approx(1.2)
-    for bad in ("{}\n", "nothing\n", otlp(), otlp(usage__prompt_tokens=-1)):
+    for bad in (
+        "{}\n",
+        "nothing\n",
+        otlp(),
+        otlp(usage__prompt_tokens=-1),
+        otlp(usage__prompt_tokens=0),
+    ):
         (tmp_path / "out.parquet").unlink(missing_ok=True)
         refused(tmp_path, text + bad, "row 4: ", name="src.jsonl", format="otlp")
 
@@ -278,6 +294,7 @@ def test_any_csv_by_a_map(tmp_path: Path) -> None:
     [
         ("3000,x,5,bob,high,1", "row 4: n_in: 'x' is not a number"),
         ("3000,-1,5,bob,high,1", "row 4: n_in is negative"),
+        ("3000,0,5,bob,high,1", "row 4: n_in is 0: a prompt holds at least one token"),
         ("3000,,5,bob,high,1", "row 4: n_in is missing"),
         (",1,5,bob,high,1", "row 4: "),
         ("3000,1,5,bob,medium,1", "row 4: prio: 'medium' is not among high, low"),
@@ -326,7 +343,11 @@ constants: {prefix_block_tokens: 64}
     ("change", "message"),
     [
         (("schema: 1", "schema: 2"), "the map's schema is unknown here; write schema: 1"),
-        (("arrival_res_s", "arival_res_s"), "unknown field `arival_res_s`"),
+        (
+            ("arrival_res_s", "arival_res_s"),
+            r"unknown key 'arival_res_s'; did you mean arrival_res_s\? known: schema, format",
+        ),
+        (("{from: prio,", "{from: prio, vales: {},"), r"'vales' in columns\[...\]; .* values\?"),
         (("output_tokens", "outputs"), "unknown trace column 'outputs'"),
         (("prompt_tokens", "prompt_bytes"), "prompt_tokens must be mapped"),
         (("model:", "sla_class:"), "'sla_class' is both mapped and constant"),
@@ -340,6 +361,85 @@ constants: {prefix_block_tokens: 64}
 def test_bad_maps(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         load_map(with_map(tmp_path, MAP.replace(*change)))
+
+
+def test_embeddings_may_have_no_token(tmp_path: Path) -> None:
+    text = MAPPED + "3000,0,5,bob,high,1\n"
+    path = with_map(tmp_path, MAP.replace("endpoint: chat", "endpoint: embeddings"))
+    assert run(tmp_path, text, map_path=path)[0].rows == 3
+    again = tmp_path / "again.parquet"
+    assert import_trace(tmp_path / "out.parquet", again).rows == 3
+    own = MAP.replace(", endpoint: chat", "").replace(
+        "ttft_s: {from: ttft, unit: ms}", "endpoint: ttft"
+    )
+    text = "start,n_in,n_out,user,prio,ttft\n1,0,5,bob,high,embeddings\n2,0,5,bob,high,\n"
+    refused_path = with_map(tmp_path, own)
+    report, _ = run(tmp_path, text, map_path=refused_path, on_error="skip")
+    assert (report.rows, report.rows_rejected) == (1, 1)
+    assert "row 3: n_in is 0" in report.examples[0]
+
+
+def test_unknown_sla_classes_are_reported(tmp_path: Path) -> None:
+    path = with_map(tmp_path, MAP.replace("{from: prio, values: {high: P0, low: P2}}", "prio"))
+    text = MAPPED.replace("high", "P0") + "".join(f"{i},1,1,eve,gold,\n" for i in range(2000))
+    report, rows = run(tmp_path, text, map_path=path)
+    assert len(rows) == 2002
+    assert [text.split(" is none of")[0] for text in report.warnings] == [
+        "sla_class 'gold' of 2,000 requests",
+        "sla_class 'low' of 1 requests",
+    ]
+    again = import_trace(tmp_path / "out.parquet", tmp_path / "again.parquet")
+    assert again.warnings == report.warnings
+    many = MAPPED + "".join(f"{i},1,1,eve,c{i},\n" for i in range(9))
+    assert run(tmp_path, many, map_path=path)[0].warnings[-1] == (
+        "and 6 more unknown values of sla_class"
+    )
+    assert run(tmp_path, AZURE + AZURE_ROWS)[0].warnings == ()
+
+
+def test_damaged_data_names_the_source(tmp_path: Path) -> None:
+    for table, named in ((session_table(), "agent-sessions"), (None, "twinkeel")):
+        source = tmp_path / f"{named}.parquet"
+        if table is None:
+            run(tmp_path, AZURE + AZURE_ROWS)
+            (tmp_path / "out.parquet").rename(source)
+        else:
+            pq.write_table(table, source)
+        data = bytearray(source.read_bytes())
+        footer = int.from_bytes(data[-8:-4], "little") + 8
+        data[4:-footer] = b"\xab" * (len(data) - 4 - footer)
+        source.write_bytes(data)
+        with pytest.raises(TraceError, match=rf"{named}\.parquet: cannot be read as {named}: "):
+            import_trace(source, tmp_path / "no.parquet")
+        assert not (tmp_path / "no.parquet").exists()
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from traces.readers import import_trace
+report = import_trace(sys.argv[1], sys.argv[2])
+status = Path("/proc/self/status").read_text()
+print(report.rows, next(l.split()[1] for l in status.splitlines() if l.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
+def test_importing_takes_bounded_memory(tmp_path: Path) -> None:
+    peaks: dict[int, int] = {}
+    for rows in (SMALL, LARGE):
+        source = tmp_path / f"{rows}.csv"
+        stamps = np.datetime64("2024-05-10T00:00:00.000000") + np.arange(rows) * 400_009 % 10**11
+        with source.open("w") as file:
+            file.write(AZURE)
+            file.writelines(f"{stamp},{9 + i % 4000},{i % 900}\n" for i, stamp in enumerate(stamps))
+        command = [sys.executable, "-c", MEMORY, str(source), str(tmp_path / f"{rows}.parquet")]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        written, peak_kib = map(int, result.stdout.split())
+        assert written == rows
+        peaks[rows] = peak_kib * 1024
+    # New ids take 8 bytes a row, and the check that they are unique one.
+    assert peaks[LARGE] - peaks[SMALL] < 40 * 2**20 + 9 * (LARGE - SMALL)
 
 
 def test_map_trouble_at_reading(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,18 +12,30 @@ from traces import open_trace, spread_ties
 from traces.describe import describe_trace
 from traces.readers import ReadOptions, import_trace
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Import = Callable[..., dict[str, Any]]
+
 pytestmark = pytest.mark.skipif(
     "TWINKEEL_DATA" not in os.environ, reason="TWINKEEL_DATA is not set: no public traces"
 )
 
 
-def imported(name: str, folder: Path, **options: Any) -> dict[str, Any]:
-    source = Path(os.environ["TWINKEEL_DATA"]) / "traces" / name
-    out = folder / "t.parquet"
-    report = import_trace(source, out, options=ReadOptions(**options))
-    print(f"{name}: {report.rows} rows, rejected share {report.rejected_share:.4%}")
-    assert report.rejected_share == 0.0
-    return describe_trace(open_trace(out)) | {"resolution_s": report.resolution_s}
+@pytest.fixture
+def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Import:
+    """Import a public trace, show the rejected share, and describe the result."""
+
+    def run(name: str, **options: Any) -> dict[str, Any]:
+        source = Path(os.environ["TWINKEEL_DATA"]) / "traces" / name
+        out = tmp_path / "t.parquet"
+        report = import_trace(source, out, options=ReadOptions(**options))
+        with capsys.disabled():
+            print(f"\n{name}: {report.rows} rows, rejected share {report.rejected_share:.4%}")
+        assert report.rejected_share == 0.0
+        return describe_trace(open_trace(out)) | {"resolution_s": report.resolution_s}
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -34,7 +46,7 @@ def imported(name: str, folder: Path, **options: Any) -> dict[str, Any]:
     ],
 )
 def test_azure_2023(
-    tmp_path: Path,
+    imported: Import,
     name: str,
     rows: int,
     rate: float,
@@ -42,7 +54,7 @@ def test_azure_2023(
     prompt: tuple[int, ...],
     answer: tuple[int, ...],
 ) -> None:
-    got = imported(name, tmp_path)
+    got = imported(name)
     assert got["rows"] == rows
     assert got["rate_rps"] == pytest.approx(rate, abs=0.01)
     assert got["interarrival_cv"] == pytest.approx(cv, rel=0.01)
@@ -60,9 +72,15 @@ def test_azure_2023(
     ],
 )
 def test_mooncake(
-    tmp_path: Path, name: str, rows: int, rate: float, hits: float, resolution_s: float
+    tmp_path: Path,
+    imported: Import,
+    name: str,
+    rows: int,
+    rate: float,
+    hits: float,
+    resolution_s: float,
 ) -> None:
-    got = imported(name, tmp_path)
+    got = imported(name)
     assert got["rows"] == rows
     assert got["rate_rps"] == pytest.approx(rate, abs=0.01)
     assert got["prefix"]["hit_share_blocks"] == pytest.approx(hits, abs=0.005)
@@ -75,27 +93,27 @@ def test_mooncake(
         assert len(set(arrivals)) == rows
 
 
-def test_agent_sessions(tmp_path: Path) -> None:
-    got = imported("claude_code_agent_sessions.parquet", tmp_path, limit=2000)
+def test_agent_sessions(imported: Import) -> None:
+    got = imported("claude_code_agent_sessions.parquet", limit=2000)
     assert got["rows"] == 2000
     assert got["rate_rps"] is None
     assert got["prefix"]["hit_share_blocks"] == pytest.approx(0.963, abs=0.03)
     assert got["null_share"]["arrival_s"] == 1.0
-    timed = imported("claude_code_agent_sessions.parquet", tmp_path, limit=1000, session_rate=0.05)
+    timed = imported("claude_code_agent_sessions.parquet", limit=1000, session_rate=0.05)
     assert timed["duration_s"] > 0
     assert timed["resolution_s"] == 1.0
 
 
-def test_lmcache_sessions(tmp_path: Path) -> None:
-    got = imported("lmcache_agent_sessions_sizes.parquet", tmp_path)
+def test_lmcache_sessions(imported: Import) -> None:
+    got = imported("lmcache_agent_sessions_sizes.parquet")
     assert (got["rows"], got["distinct"]["session_id"]) == (1619, 69)
     assert got["shares"]["provenance"] == {"derived": 1.0}
-    imported("lmcache_agent_sessions_sizes.parquet", tmp_path, session_rate=0.1)
+    imported("lmcache_agent_sessions_sizes.parquet", session_rate=0.1)
 
 
-def test_servegen(tmp_path: Path) -> None:
+def test_servegen(imported: Import) -> None:
     name = "servegen_client_rates_10min.parquet"
-    got = imported(name, tmp_path, models=("deepseek-r1",), window_s=(28_800, 29_400), seed=3)
+    got = imported(name, models=("deepseek-r1",), window_s=(28_800, 29_400), seed=3)
     assert 2 < got["rate_rps"] < 43
     assert got["shares"]["provenance"] == {"derived": 1.0}
     assert got["lengths"]["reasoning_tokens"]["p50"] > 0

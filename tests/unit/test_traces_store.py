@@ -218,3 +218,19 @@ def test_reading_stays_light() -> None:
     assert int(out[0]) > 10_000
     assert out[1] == "[]"
     assert int(out[2]) < 140
+
+
+def test_damaged_data_names_the_file_and_row_group(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write(path, rows([0.0] * 4), rows([1.0] * 4, 4), row_group_rows=4)
+    metadata = pq.read_metadata(path)
+    column = metadata.row_group(1).column(SCHEMA.get_field_index("prompt_tokens"))
+    data = bytearray(path.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    data[start : start + column.total_compressed_size] = b"\xab" * column.total_compressed_size
+    path.write_bytes(data)
+    message = r"t\.parquet: row group 2: damaged Parquet \(.+\); import the source again"
+    with pytest.raises(TraceError, match=message):
+        for _ in open_trace(path).batches():
+            pass
+    assert len(list(open_trace(path).batches(["arrival_s"]))) == 2

@@ -188,7 +188,7 @@ def test_skipping_changes_nothing_in_the_world(seed: int) -> None:
             random_rows(seed, 120), fleet, build_policy(load_policy("stable")), log=log,
             settings=settings, skip=skip,
         )  # fmt: skip
-        runs.append((log.records, results, world.samples, world.gpu_busy_share()))
+        runs.append((log.records, results, world.samples, world.gpu_busy_share(world.now_ns)))
     for slow, fast in zip(*runs, strict=True):
         assert slow == fast
 

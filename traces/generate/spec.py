@@ -10,6 +10,7 @@ import yaml
 
 from traces.generate.arrivals import Arrivals  # noqa: TC001 - msgspec reads them
 from traces.generate.lengths import Law, NonNegative, Positive  # noqa: TC001
+from traces.hints import explain
 from traces.schema import TraceError
 
 if TYPE_CHECKING:
@@ -143,4 +144,4 @@ def parse_spec(text: str, name: str) -> TraceSpec:
     try:
         return msgspec.convert(document, TraceSpec, str_keys=False)
     except msgspec.ValidationError as error:
-        raise TraceError(f"{name}: {error}") from error
+        raise TraceError(f"{name}: {explain(error, TraceSpec)}") from error

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from traces.pipeline import write_trace
 from traces.readers import agents, azure, burstgpt, mapped, mooncake, native, otlp, servegen
 from traces.readers.common import ReadOptions, Rejects, open_text
-from traces.schema import SCHEMA, TraceError
+from traces.schema import SCHEMA, SLA_CLASSES, TraceError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
 __all__ = ["Format", "ImportReport", "ReadOptions", "formats", "guess_format", "import_trace"]
+
+
+_WARNINGS = 5
 
 
 class Reader(Protocol):
@@ -69,7 +74,10 @@ def formats() -> tuple[Format, ...]:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import did: rows written and rejected, with the first rejected rows' messages."""
+    """What an import did: rows written and rejected, with the first rejected rows' messages.
+
+    `warnings` say what was imported but will not be understood, such as unknown SLA classes.
+    """
 
     path: Path
     format: str
@@ -79,6 +87,7 @@ class ImportReport:
     duration_s: float
     resolution_s: float
     examples: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def import_trace(
@@ -107,10 +116,11 @@ def import_trace(
         format = "map"
     chosen = _format_named(format) if format is not None else guess_format(path)
     rejects = Rejects(path, options.on_error)
+    classes: Counter[str] = Counter()
     own = chosen.name == "twinkeel"
     try:
         written = write_trace(
-            _read(chosen, path, options, rejects),
+            _read(chosen, path, options, rejects, classes),
             target,
             defaults={
                 "provenance": chosen.provenance,
@@ -134,16 +144,45 @@ def import_trace(
         written.duration_s,
         written.resolution_s,
         tuple(rejects.examples),
+        tuple(_class_warnings(classes)),
     )
 
 
 def _read(
-    chosen: Format, path: Path, options: ReadOptions, rejects: Rejects
+    chosen: Format, path: Path, options: ReadOptions, rejects: Rejects, classes: Counter[str]
 ) -> Iterator[pa.RecordBatch]:
+    """Read the source, counting its SLA classes. Raises: TraceError when it has no row."""
+    rows = 0
     try:
-        yield from chosen.read(path, replace(options), rejects)
-    except pa.ArrowInvalid as error:
-        raise TraceError(f"{path}: cannot be read as {chosen.name}: {error}") from error
+        for batch in chosen.read(path, replace(options), rejects):
+            rows += batch.num_rows
+            _count_classes(batch, classes)
+            yield batch
+    except (pa.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise TraceError(f"{path}: cannot be read as {chosen.name}: {why}") from error
+    if not rows:
+        raise TraceError(f"{path}: no request to import; the source has no usable row")
+
+
+def _count_classes(batch: pa.RecordBatch, classes: Counter[str]) -> None:
+    index = batch.schema.get_field_index("sla_class")
+    if index < 0 or batch.column(index).null_count == batch.num_rows:
+        return
+    for entry in pc.value_counts(batch.column(index).cast(pa.string())).to_pylist():
+        if entry["values"] is not None:
+            classes[entry["values"]] += entry["counts"]
+
+
+def _class_warnings(classes: Counter[str]) -> Iterator[str]:
+    unknown = [(name, count) for name, count in classes.most_common() if name not in SLA_CLASSES]
+    for name, count in unknown[:_WARNINGS]:
+        yield (
+            f"sla_class {name!r} of {count:,} requests is none of {', '.join(SLA_CLASSES)}; "
+            "give it one in a map file: sla_class: {from: COLUMN, values: {...}}"
+        )
+    if len(unknown) > _WARNINGS:
+        yield f"and {len(unknown) - _WARNINGS} more unknown values of sla_class"
 
 
 def _format_named(name: str) -> Format:

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from traces.readers.common import EMPTY_PROMPT
 from traces.schema import TraceError, category_column
 
 if TYPE_CHECKING:
@@ -200,6 +201,8 @@ def _call_problem(row: dict[str, Any]) -> str:
         value = row.get(name, 0)
         if value is None or value < 0:
             return f"{name} is {'missing' if value is None else f'negative: {value}'}"
+    if row.get("input_tokens") == 0:
+        return f"input_tokens is 0: {EMPTY_PROMPT}"
     return ""
 
 

@@ -16,6 +16,7 @@ from traces.readers.common import (
     convert,
     csv_rows,
     fields,
+    prompt_column,
     stamp_column,
     token_column,
 )
@@ -38,6 +39,6 @@ def _columns(rows: list[list[str]]) -> Columns:
     stamps, prompts, outputs = fields(rows, len(COLUMNS))
     return {
         "stamp_ns": stamp_column("TIMESTAMP", stamps),
-        "prompt_tokens": token_column("ContextTokens", prompts),
+        "prompt_tokens": prompt_column("ContextTokens", prompts),
         "output_tokens": token_column("GeneratedTokens", outputs),
     }

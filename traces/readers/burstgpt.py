@@ -20,6 +20,7 @@ from traces.readers.common import (
     convert,
     csv_rows,
     fields,
+    prompt_column,
     seconds_column,
     token_column,
 )
@@ -43,7 +44,7 @@ def _columns(rows: list[list[str]]) -> Columns:
     failed = answers == 0
     return {
         "arrival_s": seconds_column("Timestamp", stamps),
-        "prompt_tokens": token_column("Request tokens", prompts),
+        "prompt_tokens": prompt_column("Request tokens", prompts),
         "output_tokens": pa.array(answers, mask=failed),
         "model": category_column(list(models)),
         "tenant_id": category_column(list(logs)),

@@ -25,6 +25,7 @@ Row = TypeVar("Row")
 Columns = dict[str, Any]
 
 CHUNK_ROWS = 8192
+EMPTY_PROMPT = "a prompt holds at least one token"
 _EXAMPLES = 3
 _INT32_MAX = 2**31 - 1
 
@@ -195,6 +196,22 @@ def token_column(name: str, values: Any) -> Array:
         value = column[bad[0]]
         raise ValueError(f"{name} is {'negative' if value < 0 else 'too large'}: {value}")
     return column.astype(np.int32)
+
+
+def prompt_column(name: str, values: Any) -> Array:
+    """As `token_column`, of prompts, which hold a token at least. Raises: ValueError."""
+    column = token_column(name, values)
+    if not column.all():
+        raise ValueError(f"{name} is 0: {EMPTY_PROMPT}")
+    return column
+
+
+def empty_prompts(prompts: pa.Array, endpoint: pa.Array | None) -> Array:
+    """True where a prompt holds no token, which only embeddings (of an image) may."""
+    empty: Array = prompts.to_numpy() == 0
+    if endpoint is not None and empty.any():
+        empty &= np.array([name != "embeddings" for name in endpoint.to_pylist()])
+    return empty
 
 
 def _first_bad(values: Any) -> Any:

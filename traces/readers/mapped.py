@@ -25,13 +25,16 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
+from traces.hints import explain
 from traces.readers.common import (
+    EMPTY_PROMPT,
     Columns,
     ReadOptions,
     Rejects,
     assemble,
     convert,
     csv_rows,
+    empty_prompts,
     fields,
     json_lines,
     stamp_column,
@@ -100,7 +103,7 @@ def load_map(path: Path) -> MapFile:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     except msgspec.ValidationError as error:
-        raise TraceError(f"{path}: {error}") from error
+        raise TraceError(f"{path}: {explain(error, MapFile)}") from error
 
 
 def read(path: Path, options: ReadOptions, rejects: Rejects) -> Iterator[pa.RecordBatch]:
@@ -120,6 +123,11 @@ def read(path: Path, options: ReadOptions, rejects: Rejects) -> Iterator[pa.Reco
         made: Columns = {}
         for (name, make), column in zip(makers, values, strict=True):
             made[_target(name, wanted[name])] = make(column)
+        prompts = made.get("prompt_tokens")
+        if mapping.constants.get("endpoint") == "embeddings" or prompts is None:
+            return made
+        if empty_prompts(prompts, made.get("endpoint")).any():
+            raise ValueError(f"{wanted['prompt_tokens'].source} is 0: {EMPTY_PROMPT}")
         return made
 
     lines: Any = (

@@ -20,6 +20,7 @@ from traces.readers.common import (
     assemble,
     convert,
     json_lines,
+    prompt_column,
     token_column,
 )
 
@@ -46,7 +47,7 @@ def read(path: Path, options: ReadOptions, rejects: Rejects) -> Iterator[pa.Reco
         rows = [_decode(decoder, line) for line in lines]
         return {
             "arrival_s": np.array([row.timestamp for row in rows]) / 1000.0,
-            "prompt_tokens": token_column("input_length", [r.input_length for r in rows]),
+            "prompt_tokens": prompt_column("input_length", [r.input_length for r in rows]),
             "output_tokens": token_column("output_length", [r.output_length for r in rows]),
             "prefix_block_tokens": pa.array([BLOCK_TOKENS] * len(rows), pa.int16()),
             "prefix_ids": pa.array([row.hash_ids for row in rows], pa.list_(pa.int64())),

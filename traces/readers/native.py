@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traces.pipeline import take_rows
+from traces.readers.common import EMPTY_PROMPT, empty_prompts
 from traces.schema import NON_NEGATIVE, check_schema
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ _BATCH_ROWS = 8192
 
 
 def read(path: Path, options: ReadOptions, rejects: Rejects) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a trace in whatever order they are; rows of negative length are bad."""
+    """Yield the rows of a trace in whatever order they are; bad are negative lengths
+    and prompts of no token."""
     left = options.limit
     with pq.ParquetFile(path, pre_buffer=False) as file:
         check_schema(file.schema_arrow, path)
@@ -46,5 +48,9 @@ def _good(batch: pa.RecordBatch, rejects: Rejects) -> pa.RecordBatch:
         for row in np.flatnonzero((values < 0) & keep):
             rejects.bad(rejects.seen + int(row) + 1, f"{name} is negative: {values[row]:g}")
             keep[row] = False
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    for row in np.flatnonzero(empty_prompts(columns["prompt_tokens"], columns["endpoint"]) & keep):
+        rejects.bad(rejects.seen + int(row) + 1, f"prompt_tokens is 0: {EMPTY_PROMPT}")
+        keep[row] = False
     rejects.seen += batch.num_rows
     return take_rows(batch, keep)

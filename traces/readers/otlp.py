@@ -17,6 +17,7 @@ from traces.readers.common import (
     ReadOptions,
     Rejects,
     json_lines,
+    prompt_column,
     token_column,
 )
 from traces.schema import category_column
@@ -127,7 +128,7 @@ def _row(span: _Span) -> dict[str, Any]:
     start, end = int(span.startTimeUnixNano), int(span.endTimeUnixNano)
     row: dict[str, Any] = {
         "stamp_ns": start,
-        "prompt_tokens": int(token_column("prompt_tokens", [prompt])[0]),
+        "prompt_tokens": int(prompt_column("prompt_tokens", [prompt])[0]),
         "output_tokens": _tokens("completion_tokens", output),
         "max_output_tokens": _tokens("max_tokens", limit),
         "model": _first(values, "gen_ai.response.model", "gen_ai.request.model"),

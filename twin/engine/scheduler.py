@@ -42,8 +42,12 @@ def _by_order(seq: Sequence) -> int:
     return seq.order
 
 
-class EngineError(ValueError):
-    """A request that the engine cannot take, or a call that makes no sense now."""
+class EngineError(RuntimeError):
+    """A call that makes no sense now: a fault of whoever drives the engine."""
+
+
+class UnfitError(EngineError):
+    """A request that could never be served: the caller's fault."""
 
 
 class StepRecord(NamedTuple):
@@ -167,7 +171,8 @@ class Engine:
         """Hand over a request; the first decision strictly after ``at_ns`` sees it.
 
         Raises:
-            EngineError: it could never be served, or its id is in use.
+            UnfitError: it could never be served.
+            EngineError: its id is in use.
         """
         if seq.id in self._by_id:
             raise EngineError(f"request id {seq.id} is already in the engine: ids must be unique")
@@ -196,7 +201,7 @@ class Engine:
         self._by_id[seq.id] = seq
         self._post(at_ns, False, seq)
 
-    def _unfit(self, seq: Sequence) -> EngineError:
+    def _unfit(self, seq: Sequence) -> UnfitError:
         """Why ``seq`` could never be served.
 
         vLLM refuses a prompt beyond ``max_model_len``; a request that outgrows the whole pool
@@ -205,11 +210,11 @@ class Engine:
         what = f"request {seq.id} has {seq.prompt_tokens} prompt tokens"
         limit = self.settings.max_model_len
         if seq.prompt_tokens < 1:
-            return EngineError(f"{what}: it must have at least 1")
+            return UnfitError(f"{what}: it must have at least 1")
         if seq.prompt_tokens + (not seq.pooling) > limit:
             room = "" if seq.pooling else ", and an answer needs room too"
-            return EngineError(f"{what}: max_model_len is {limit}{room}")
-        return EngineError(
+            return UnfitError(f"{what}: max_model_len is {limit}{room}")
+        return UnfitError(
             f"{what} and {seq.outputs} output tokens: the whole KV cache holds "
             f"{(self.settings.kv_blocks - 1) * self._block_tokens} tokens"
         )
