@@ -25,7 +25,7 @@ from tests.figures import Figure, require, write_figures
 FIGURES = Path("build/figures/bench-twin.json")
 WORKLOADS = Path("build/bench")
 ROUNDS = 5
-PAIRS = 5
+PAIRS = 3
 REQUIRED = (
     "fifo_4r_10k_req_per_s", "fifo_4r_100k_s", "fifo_4r_100k_mib", "stable_4r_10k_req_per_s",
     "mooncake_prefix_req_per_s", "cost_ratio_16r_to_1r_fifo", "cost_ratio_100k_to_10k_fifo",
@@ -91,7 +91,7 @@ def cpu_ratio(a: tuple[Path, int], b: tuple[Path, int]) -> float:
     for _ in range(PAIRS):
         costs = []
         for trace, replicas in (a, b):
-            row = timed(trace, "fifo", replicas, rounds=1)
+            row = timed(trace, "fifo", replicas, rounds=3)
             costs.append(row["cpu_s"] / row["requests"])
         ratios.append(costs[0] / costs[1])
     return statistics.median(ratios)

@@ -241,7 +241,8 @@ class Engine:
             taken = min(self._decisions_until(now_ns - 1), self._span)
             used += self._blocks_for(taken)
         waiting = len(self._waiting)
-        waiting += sum(1 for at, _, abort, _ in self._inbox if at < now_ns and not abort)
+        if self._inbox:
+            waiting += sum(1 for at, _, abort, _ in self._inbox if at < now_ns and not abort)
         return Load(len(self._running), waiting, used)
 
     def wake(self, now_ns: int) -> None:
@@ -251,7 +252,7 @@ class Engine:
             if self._span:
                 self._advance(self._span)
         elif self._mode == IDLE:
-            self._decide_ticks = self._end_ticks = now_ns << TICK_BITS
+            self._decide_ticks = self._end_ticks = max(self._end_ticks, now_ns << TICK_BITS)
         self._mode = DECIDING
         if self._inbox_aborts:
             self._drain_aborts(now_ns)
@@ -291,7 +292,7 @@ class Engine:
                     self._span = steps
                     self.next_wake_ns = self._decided_at(steps) >> TICK_BITS
         elif self._mode == IDLE:
-            self.next_wake_ns = inbox[0][0] + 1
+            self.next_wake_ns = self._idle_until()
 
     def _drain_aborts(self, now_ns: int) -> None:
         """Aborts come before the outputs of the step that has ended, arrivals after them."""
@@ -876,7 +877,8 @@ class Engine:
     def _plan_empty(self) -> None:
         """Nothing can be computed in the next step."""
         self._first_ticks = self._growth_ticks = 0
-        if self._outputs or self._end_ticks > self._decide_ticks:
+        overrun = self._end_ticks > self._decide_ticks
+        if self._outputs or (overrun and (self._waiting or not self._skip)):
             # Last tokens, or a step run too far, are still in flight.
             self._mode = SPAN
             self._span = 1
@@ -885,7 +887,11 @@ class Engine:
             raise EngineError("the head of the waiting queue does not fit into an empty engine")
         else:
             self._mode = IDLE
-            self.next_wake_ns = self._inbox[0][0] + 1 if self._inbox else None
+            self.next_wake_ns = self._idle_until() if self._inbox else None
+
+    def _idle_until(self) -> int:
+        """When an idle engine sees the inbox: at once, but not before its last step has ended."""
+        return max(self._inbox[0][0] + 1, self._end_ticks >> TICK_BITS)
 
     # ---- reporting every step ----
 
