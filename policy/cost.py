@@ -494,7 +494,11 @@ def scale_profile(
         task=model.task,
         step=step,
         engine=msgspec.structs.replace(
-            base.engine, kv_blocks=None, max_model_len=model.max_model_len
+            base.engine,
+            kv_blocks=None,
+            max_model_len=model.max_model_len,
+            # vLLM's default for pooling models is off
+            async_scheduling=base.engine.async_scheduling and model.task == "generate",
         ),
         trust=Trust(
             status="scaled",

@@ -98,6 +98,12 @@ def test_a_scaled_profile_says_so() -> None:
     assert "160 all-reduces over 4 cards" in profile.step.decode_fixed_ns.source
 
 
+def test_async_scheduling_is_off_for_pooling_as_in_vllm() -> None:
+    assert load_profile("h100-sxm/qwen3-8b").engine.async_scheduling
+    assert load_profile("h100-sxm/qwen3-14b").engine.async_scheduling
+    assert not load_profile("h100-sxm/qwen3-embedding-0.6b").engine.async_scheduling
+
+
 def test_one_card_may_be_spelt_out() -> None:
     assert load_profile("h100-sxm/qwen3-8b@tp1") == load_profile("h100-sxm/qwen3-8b")
 
