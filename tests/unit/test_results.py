@@ -102,7 +102,7 @@ def test_a_row_cut_short_is_judged_by_what_was_made(tmp_path: Path) -> None:
 
 
 def test_what_was_never_sent_has_only_its_time_in_the_queue(tmp_path: Path) -> None:
-    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "max_output_tokens": 5000}]
+    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "max_output_tokens": 5000, "output_tokens": 9}]
     chunk, seen, fleet = played(tmp_path, rows)
     batch = results_batch(chunk, seen, fleet)
     row = {name: batch.column(name)[0].as_py() for name in batch.schema.names}
