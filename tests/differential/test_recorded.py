@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.differential.choose import EACH_FAMILY, read
+from tests.differential.choose import EACH_FAMILY, TELLING, read
 from tests.differential.compare import compare, first_difference, twin_schedule
 from tests.differential.probe import RARE_PATHS
 from tests.differential.workloads import FAMILIES, Workload, dump, generate, is_possible, load
@@ -24,6 +24,17 @@ def lines() -> list[dict[str, Any]]:
 def test_schedules_are_equal(
     lines: list[dict[str, Any]], family: str, async_scheduling: bool
 ) -> None:
+    assert compare_all(lines, family, async_scheduling) >= EACH_FAMILY
+
+
+def test_telling_schedules_are_equal(lines: list[dict[str, Any]]) -> None:
+    telling = TELLING.read_text(encoding="utf-8").splitlines()
+    compared = compare_all(lines, "telling", False) + compare_all(lines, "telling", True)
+    assert compared == len(telling)
+
+
+def compare_all(lines: list[dict[str, Any]], family: str, async_scheduling: bool) -> int:
+    """Compare the recorded schedules of a family; how many there were."""
     compared = 0
     for line in lines:
         workload = Workload.from_json(line["workload"])
@@ -31,7 +42,7 @@ def test_schedules_are_equal(
             difference = compare(workload, line["steps"])
             assert difference is None, f"{difference}\n{dump(workload)}"
             compared += 1
-    assert compared >= EACH_FAMILY
+    return compared
 
 
 def test_every_rare_path_was_recorded(lines: list[dict[str, Any]]) -> None:
