@@ -503,13 +503,11 @@ class Engine:
             if self._on_step is not None:
                 self._scheduled.append((seq.id, tokens))
         if self._waiting:
-            wanted, new_tokens, new_quad, look_again = self._admit(wanted, budget, done)
+            new_tokens, new_quad, look_again = self._admit(wanted, budget, done)
             tokens += new_tokens
             quad += new_quad
             if not tokens and not (look_again and batch):
                 return False
-        if wanted:
-            pool.take(wanted)
         self._finish_step(batch, self._kv_tokens, tokens, quad, done)
         return True
 
@@ -527,7 +525,7 @@ class Engine:
         if seq.shared_blocks:
             self._pool.register(seq, after)
 
-    def _admit(self, wanted: int, budget: int, done: list[Sequence]) -> tuple[int, int, int, bool]:
+    def _admit(self, wanted: int, budget: int, done: list[Sequence]) -> tuple[int, int, bool]:
         """Admit from the head of the waiting queue while it fits.
 
         Args:
@@ -536,9 +534,9 @@ class Engine:
                 fit, so that a decision that admits nothing changes nothing.
 
         Returns:
-            ``wanted`` that is still to be taken, prefill tokens, their quadratic term, and whether
-            the head must be looked at again after every step: where content lies in the pool
-            twice, evicting a free copy may uncover one in use, and then the head needs less.
+            Prefill tokens, their quadratic term, and whether the head must be looked at again
+            after every step: where content lies in the pool twice, evicting a free copy may
+            uncover one in use, and then the head needs less.
         """
         pool = self._pool
         size = self._block_tokens
@@ -573,7 +571,7 @@ class Engine:
             budget -= chunk
             if self._on_step is not None:
                 self._scheduled.append((seq.id, chunk))
-        return wanted, tokens, quad, look_again
+        return tokens, quad, look_again
 
     def _seat(self, seq: Sequence, hit: Hit, after: int, total: int, done: list[Sequence]) -> None:
         """Move the head of WAITING to the end of RUNNING, with blocks for ``after`` tokens."""
