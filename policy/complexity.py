@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policy.bounded import Bounded
+from policy.cost import request_flops
 
 if TYPE_CHECKING:
     from policy.events import Arrived, Finished, ReplicaUp
@@ -148,13 +149,11 @@ class Complexity:
 
 
 def flops(spec: ReplicaUp, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> int:
-    """Two per active parameter and new token, and attention to every earlier token.
-
-    The same formula as ``policy.cost.request_flops``, from what a replica says of itself.
-    """
-    total = prompt_tokens + output_tokens
-    pairs_doubled = total * (total + 1) - cached_tokens * (cached_tokens + 1)
-    return (
-        2 * spec.active_params * (total - cached_tokens)
-        + spec.attention_flops_per_token_pair * pairs_doubled // 2
+    """What the request costs on a replica, from what the replica says of itself."""
+    return request_flops(
+        spec.active_params,
+        spec.attention_flops_per_token_pair,
+        prompt_tokens - cached_tokens,
+        output_tokens,
+        cached_tokens,
     )

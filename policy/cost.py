@@ -213,6 +213,11 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.heads * self.head_dim
 
     @property
+    def flops_per_token_pair(self) -> int:
+        """Attention: 4 operations per layer and unit of width, for each earlier token."""
+        return 4 * self.layers * self.attention_width
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of all transformer layers, without embeddings and the last norm."""
         kv_width = self.kv_heads * self.head_dim
@@ -358,21 +363,19 @@ def _padding_table(rows: tuple[Padding, ...], max_num_seqs: int) -> tuple[int, .
 
 def request_flops(
     active_parameters: int,
-    layers: int,
-    attention_width: int,
+    flops_per_token_pair: int,
     uncached_prompt_tokens: int,
     expected_output_tokens: int,
     cached_tokens: int = 0,
 ) -> int:
-    """Floating-point operations of a request: 2 x parameters x tokens, and attention.
+    """Floating-point operations of a request: 2 x parameters x new tokens, and attention.
 
-    ``attention_width`` is heads x head_dim. A token at position p attends to p + 1 tokens, at
-    4 operations per layer and unit of width; cached tokens are attended to but not computed.
+    A token at position p attends to p + 1 tokens; cached tokens are attended to but not computed.
     """
     new_tokens = uncached_prompt_tokens + expected_output_tokens
     total = cached_tokens + new_tokens
     pairs_doubled = total * (total + 1) - cached_tokens * (cached_tokens + 1)
-    return 2 * active_parameters * new_tokens + 2 * layers * attention_width * pairs_doubled
+    return 2 * active_parameters * new_tokens + flops_per_token_pair * pairs_doubled // 2
 
 
 def weights_bytes(model: ModelShape, dtype: Dtype, tensor_parallel: int) -> int:

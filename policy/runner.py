@@ -68,13 +68,7 @@ class Runner:
         # The common case, without the queue: this is called three times a request.
         self._busy = True
         try:
-            decisions = tuple(self._step(now_ns, event))
-            self._append(now_ns, event, decisions)
-            deadline_ns = self._deadline_ns()
-            if deadline_ns is not None:
-                self._rearm(now_ns, event, deadline_ns)
-            for decision in decisions:
-                self._apply(decision)
+            self._take(now_ns, event)
         finally:
             self._busy = False
         if self._queue:
@@ -96,16 +90,19 @@ class Runner:
         self._busy = True
         try:
             while self._queue:
-                now_ns, event = self._queue.popleft()
-                decisions = tuple(self._step(now_ns, event))
-                self._append(now_ns, event, decisions)
-                deadline_ns = self._deadline_ns()
-                if deadline_ns is not None:
-                    self._rearm(now_ns, event, deadline_ns)
-                for decision in decisions:
-                    self._apply(decision)
+                self._take(*self._queue.popleft())
         finally:
             self._busy = False
+
+    def _take(self, now_ns: int, event: Event) -> None:
+        """One step: decide, log, arm, and only then carry out."""
+        decisions = tuple(self._step(now_ns, event))
+        self._append(now_ns, event, decisions)
+        deadline_ns = self._deadline_ns()
+        if deadline_ns is not None:
+            self._rearm(now_ns, event, deadline_ns)
+        for decision in decisions:
+            self._apply(decision)
 
     def _rearm(self, now_ns: int, event: Event, deadline_ns: int) -> None:
         if deadline_ns <= now_ns and type(event) is Ticked:

@@ -18,7 +18,7 @@ from traces.store import TraceWriter
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     Progress = Callable[[int], None]
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -195,12 +195,3 @@ def take_rows(batch: pa.RecordBatch, keep: Array) -> pa.RecordBatch:
     if keep.all():
         return batch
     return batch.take(pa.array(np.flatnonzero(keep)))
-
-
-def count_rows(batches: Iterable[pa.RecordBatch], progress: Progress) -> Iterator[pa.RecordBatch]:
-    """Pass batches on, reporting the rows so far to `progress`."""
-    rows = 0
-    for batch in batches:
-        rows += batch.num_rows
-        progress(rows)
-        yield batch

@@ -60,7 +60,7 @@ class ReplicaSpec:
                 cost.per_prefill_quad,
             ),
             active_params=self.model.active_parameters,
-            attention_flops_per_token_pair=4 * self.model.layers * self.model.attention_width,
+            attention_flops_per_token_pair=self.model.flops_per_token_pair,
             request_in_ns=round(self.profile.overheads.request_in_ns.value),
             prefill_free_tokens=cost.prefill_free_tokens,
             mixed_free_tokens=cost.mixed_free_tokens,

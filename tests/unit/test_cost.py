@@ -120,16 +120,16 @@ def test_flops_are_two_per_parameter_and_token_plus_attention() -> None:
     def attention(first: int, last: int) -> int:
         return sum(4 * 36 * 4096 * (position + 1) for position in range(first, last))
 
-    whole = request_flops(8_190_735_360, 36, 4096, 100, 20)
+    whole = request_flops(8_190_735_360, 4 * 36 * 4096, 100, 20)
     assert whole == 2 * 8_190_735_360 * 120 + attention(0, 120)
-    cached = request_flops(8_190_735_360, 36, 4096, 40, 20, 60)
+    cached = request_flops(8_190_735_360, 4 * 36 * 4096, 40, 20, 60)
     assert cached == 2 * 8_190_735_360 * 60 + attention(60, 120)
-    assert request_flops(8_190_735_360, 36, 4096, 0, 0, 500) == 0
+    assert request_flops(8_190_735_360, 4 * 36 * 4096, 0, 0, 500) == 0
 
 
 def test_one_token_of_an_8b_model_is_sixteen_gigaflop() -> None:
     model = load_models()["qwen3-8b"]
-    flops = request_flops(model.active_parameters, model.layers, model.attention_width, 1, 0, 0)
+    flops = request_flops(model.active_parameters, model.flops_per_token_pair, 1, 0, 0)
     assert flops == pytest.approx(16.4e9, rel=0.01)
 
 

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from policy.complexity import UNIT, Complexity, Quantile, flops
-from policy.cost import request_flops
 from policy.events import Finished
 from policy.prefixes import PrefixTable, chain
 from tests.policy_support import arrived, parameters, up
@@ -98,10 +97,12 @@ def test_bytes_become_tokens_by_each_models_own_usage() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "cached", "output"), [(1, 0, 0), (900, 0, 100), (900, 512, 7)])
-def test_flops_are_those_of_the_cost_model(prompt: int, cached: int, output: int) -> None:
-    layers, width = 36, 4096
-    spec = up(0, attention_flops_per_token_pair=4 * layers * width)
-    expected = request_flops(spec.active_params, layers, width, prompt - cached, output, cached)
+def test_flops_count_new_tokens_and_every_pair(prompt: int, cached: int, output: int) -> None:
+    pair = 4 * 36 * 4096
+    spec = up(0, attention_flops_per_token_pair=pair)
+    last = prompt + output
+    attention = sum(pair * (position + 1) for position in range(cached, last))
+    expected = 2 * spec.active_params * (last - cached) + attention
     assert flops(spec, prompt, cached, output) == expected
 
 
