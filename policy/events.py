@@ -41,6 +41,12 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", array_like=True, gc=Fa
     prefix: tuple[int, ...] = ()
     """Fingerprints of the prompt's leading blocks of ``prefix_block_bytes`` bytes."""
     prefix_block_bytes: int = 0
+    chain: str = ""
+    """Id of the agent chain it is a step of."""
+    step: str = ""
+    """Which step, by name: also what makes a second run of it recognisable."""
+    resume: str = ""
+    """Checkpoint after which the chain goes on, as an earlier answer gave it."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first", array_like=True, gc=False):
@@ -58,6 +64,13 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", array_like=True, gc=
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    entropy_mean_millinats: int = -1
+    """Of the answer's tokens; -1: the answer came without logprobs."""
+    entropy_worst_millinats: int = -1
+    close_permille: int = -1
+    """Share of tokens whose two likeliest candidates lie within 0.03 of each other."""
+    contradiction: bool = False
+    """The answer turns something the prompt forbids into something allowed, or the reverse."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
@@ -102,6 +115,16 @@ class ReplicaUp(msgspec.Struct, frozen=True, tag="up", array_like=True, gc=False
     """New tokens of a step that cost nothing while nothing decodes, and (next) while something
     does: they ride along with reading the weights."""
     mixed_free_tokens: int = 0
+    version: str = ""
+    """Of the model, as the engine says it loaded it."""
+    domain: str = ""
+    """What fails together: a host, a card, or one MIG slice of it. Empty: the replica alone."""
+    labels: tuple[str, ...] = ()
+    """For affinity, such as ``vllm=0.32``."""
+    closeness_permille: int = 1000
+    """How near its parts are (NVLink, PCIe switch, CPU socket); 1000: as near as can be."""
+    memory_mb: int = 0
+    """Of its card or slice; 0: unknown."""
 
 
 class ReplicaDown(msgspec.Struct, frozen=True, tag="down", array_like=True, gc=False):
@@ -122,7 +145,132 @@ class Scraped(msgspec.Struct, frozen=True, tag="scraped", array_like=True, gc=Fa
     age_ns: int
 
 
+class Standby(msgspec.Struct, frozen=True, tag="standby", array_like=True, gc=False):
+    """A replica that is not running can be started; ``Start`` asks for it."""
+
+    replica: int
+    name: str
+    models: tuple[str, ...]
+    start_ns: int
+    """From ``Start`` to ``ReplicaUp``: weights, graph capture, warm-up."""
+    version: str = ""
+    domain: str = ""
+    pooling: bool = False
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True, gc=False):
+    """What a replica has done so far: the answer to ``ReadProgress``."""
+
+    replica: int
+    output_tokens: int
+    """Seen from it since it came up, over all streams."""
+
+
+class GpuRead(msgspec.Struct, frozen=True, tag="gpu", array_like=True, gc=False):
+    """Counters of a replica's card, ``age_ns`` after they were read."""
+
+    replica: int
+    free_mb: int
+    pcie_permille: int
+    """Of the link's bandwidth in use."""
+    memory_permille: int
+    """Memory utilisation, as NVML gives it."""
+    heat_permille: int
+    """Where its temperature lies between idle (0) and the slow-down threshold (1000)."""
+    power_permille: int
+    """Of the power limit."""
+    throttled: bool
+    """The card has lowered its clocks for heat or power."""
+    age_ns: int
+
+
+GpuErrorKind = Literal["ecc_uncorrectable", "ecc_correctable", "xid_fatal", "xid_minor"]
+
+
+class GpuFault(msgspec.Struct, frozen=True, tag="gpu_fault", array_like=True, gc=False):
+    """A replica's card reported an error."""
+
+    replica: int
+    kind: GpuErrorKind
+    code: int = 0
+    """The Xid."""
+
+
+class Verified(msgspec.Struct, frozen=True, tag="verified", array_like=True, gc=False):
+    """The second run that ``Verify`` asked for is over, and its answer compared."""
+
+    request: int
+    replica: int
+    verdict: Literal["match", "mismatch", "failed"]
+    output_tokens: int = 0
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, tag="saved", array_like=True, gc=False):
+    """The chain's state after this request is safe under the id ``checkpoint``."""
+
+    request: int
+    checkpoint: str
+
+
+class CheckpointFailed(msgspec.Struct, frozen=True, tag="save_failed", array_like=True, gc=False):
+    """The store did not take the chain's state."""
+
+    request: int
+
+
+class LookedUp(msgspec.Struct, frozen=True, tag="looked_up", array_like=True, gc=False):
+    """The answer to ``LookUp``: whether a similar answer of the same tenant and model is kept."""
+
+    request: int
+    found: bool
+    age_ns: int = 0
+    confidence_permille: int = -1
+
+
+class Forecasted(msgspec.Struct, frozen=True, tag="forecast", array_like=True, gc=False):
+    """Load expected, by horizon. All tuples have the same length; horizons rise."""
+
+    horizons_ns: tuple[int, ...]
+    requests_p50: tuple[int, ...]
+    """Thousandths of a request per second."""
+    requests_p90: tuple[int, ...]
+    tokens_p50: tuple[int, ...]
+    """Prompt and output tokens per second."""
+    tokens_p90: tuple[int, ...]
+
+
+class RolloutRequested(msgspec.Struct, frozen=True, tag="rollout", array_like=True, gc=False):
+    """Someone wants ``model`` served by ``version`` from now on."""
+
+    model: str
+    version: str
+
+
+class Warmed(msgspec.Struct, frozen=True, tag="warmed", array_like=True, gc=False):
+    """A replica has answered its warm-up requests: the answer to ``Warm``."""
+
+    replica: int
+    version: str
+    """What it says it has loaded."""
+    ok: bool = True
+
+
+class PolicySwitched(msgspec.Struct, frozen=True, tag="switched", array_like=True, gc=False):
+    """From now on another policy file rules. Both are in ``policy.parameters.canonical`` form."""
+
+    old: str
+    new: str
+
+
+class Restored(msgspec.Struct, frozen=True, tag="restored", array_like=True, gc=False):
+    """The controller came back after a crash: what was open is lost."""
+
+    down_ns: int = 0
+
+
 Event = (
     Arrived | FirstToken | Finished | Failed | Cancelled | Ticked | ReplicaUp | ReplicaDown
-    | Scraped
+    | Scraped | Standby | Progress | GpuRead | GpuFault | Verified | CheckpointSaved
+    | CheckpointFailed | LookedUp | Forecasted | RolloutRequested | Warmed | PolicySwitched
+    | Restored
 )  # fmt: skip

@@ -1,30 +1,18 @@
-"""The policy file: every parameter with its unit, its range, its default and why.
-
-``render`` writes a policy as YAML with these comments; ``policy.files`` reads one.
-"""
+"""Parameters of the tiered queue: classes, tiers, what is in flight, shedding, retries."""
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from policy.parameters.section import Permille, Section
 
-SCHEMA = 1
-
-Permille = Annotated[int, Meta(ge=0, le=1000)]
 SlaClass = Literal["P0", "P1", "P2"]
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of the policy file."""
-
-
-class Line(_Section, frozen=True, forbid_unknown_fields=True):
+class Line(Section, frozen=True, forbid_unknown_fields=True):
     """A business line: what its requests get where the caller says nothing."""
 
     sla: Annotated[SlaClass, Meta(description="Class of its requests.")] = "P1"
@@ -34,7 +22,7 @@ class Line(_Section, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
-class Classes(_Section, frozen=True, forbid_unknown_fields=True):
+class Classes(Section, frozen=True, forbid_unknown_fields=True):
     """SLA classes: how long a caller waits for the first token."""
 
     default_class: Annotated[
@@ -64,7 +52,7 @@ class Classes(_Section, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Tiers(_Section, frozen=True, forbid_unknown_fields=True):
+class Tiers(Section, frozen=True, forbid_unknown_fields=True):
     """Which of Turbo, Stable, Batch and Fallback a request is taken for, and what each gets."""
 
     turbo_max_tflop: Annotated[
@@ -169,7 +157,7 @@ class Tiers(_Section, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Inflight(_Section, frozen=True, forbid_unknown_fields=True):
+class Inflight(Section, frozen=True, forbid_unknown_fields=True):
     """How much is sent to a replica before its answers come back. Requests wait here, where they
     can still be ordered; the engine's own queue stays near empty."""
 
@@ -236,7 +224,7 @@ class Inflight(_Section, frozen=True, forbid_unknown_fields=True):
     ] = False
 
 
-class Shedding(_Section, frozen=True, forbid_unknown_fields=True):
+class Shedding(Section, frozen=True, forbid_unknown_fields=True):
     """When a request is refused rather than kept waiting."""
 
     enabled: Annotated[
@@ -261,7 +249,7 @@ class Shedding(_Section, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Retries(_Section, frozen=True, forbid_unknown_fields=True):
+class Retries(Section, frozen=True, forbid_unknown_fields=True):
     """Trying another replica when one failed before its first token."""
 
     tries_most: Annotated[
@@ -276,7 +264,7 @@ class Retries(_Section, frozen=True, forbid_unknown_fields=True):
     ] = 3
 
 
-class Estimates(_Section, frozen=True, forbid_unknown_fields=True):
+class Estimates(Section, frozen=True, forbid_unknown_fields=True):
     """First guesses of what only the engine knows; usage corrects them."""
 
     bytes_per_token_milli: Annotated[
@@ -326,7 +314,7 @@ class Estimates(_Section, frozen=True, forbid_unknown_fields=True):
     ] = 100
 
 
-class History(_Section, frozen=True, forbid_unknown_fields=True):
+class History(Section, frozen=True, forbid_unknown_fields=True):
     """Bounds of what is remembered."""
 
     keys_max: Annotated[
@@ -345,97 +333,3 @@ class History(_Section, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, le=100_000_000, description="Blocks remembered per replica at most."),
     ] = 50_000
-
-
-class Parameters(_Section, frozen=True, forbid_unknown_fields=True):
-    """A whole policy file."""
-
-    schema: Annotated[int, Meta(description="Version of this file's layout.")] = SCHEMA
-    name: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$",
-            max_length=80,
-            description="What reports call this policy; also the name of a folder.",
-        ),
-    ] = "unnamed"
-    discipline: Annotated[
-        Literal["fifo", "tiered"],
-        Meta(
-            description="fifo: at once to the least loaded replica; tiered: the dynamic tiered"
-            " queue. fifo uses only shedding.retry_after_least_ms, estimates.bytes_per_token_most"
-            " and history.keys_max."
-        ),
-    ] = "tiered"
-    classes: Classes = msgspec.field(default_factory=Classes)
-    tiers: Tiers = msgspec.field(default_factory=Tiers)
-    inflight: Inflight = msgspec.field(default_factory=Inflight)
-    shedding: Shedding = msgspec.field(default_factory=Shedding)
-    retries: Retries = msgspec.field(default_factory=Retries)
-    estimates: Estimates = msgspec.field(default_factory=Estimates)
-    history: History = msgspec.field(default_factory=History)
-
-
-def canonical(parameters: Parameters) -> str:
-    """One text per policy, whatever file it came from: JSON, with every key in order."""
-    return msgspec.json.encode(parameters, order="sorted").decode()
-
-
-def from_canonical(text: str) -> Parameters:
-    """The policy that ``canonical`` wrote, as a log's header holds it."""
-    return msgspec.json.decode(text, type=Parameters)
-
-
-def render(parameters: Parameters, comments: bool = True) -> str:
-    """The policy file as YAML, every key with its unit and why."""
-    return "\n".join(_rendered(parameters, "", comments)) + "\n"
-
-
-def _rendered(section: msgspec.Struct, indent: str, comments: bool) -> Iterator[str]:
-    for field in msgspec.structs.fields(section):
-        value: object = getattr(section, field.name)
-        if isinstance(value, msgspec.Struct):
-            yield ""
-            if comments:
-                doc = " ".join((type(value).__doc__ or "").split())
-                yield from _comment(doc, indent)
-            yield f"{indent}{field.encode_name}:"
-            yield from _rendered(value, indent + "  ", comments)
-            continue
-        if comments:
-            yield from _comment(_described(field), indent)
-        yield f"{indent}{field.encode_name}: {_scalar(value)}"
-
-
-def _described(field: msgspec.structs.FieldInfo) -> str:
-    metas = [meta for meta in _metas(field.type) if isinstance(meta, Meta)]
-    text = " ".join(meta.description for meta in metas if meta.description)
-    bounds = [(meta.ge, meta.le) for meta in metas if meta.ge is not None]
-    if bounds:
-        low, high = bounds[-1]
-        text += f" [{low}..{high}]" if high is not None else f" [{low}..]"
-    default = field.default
-    if default is not msgspec.NODEFAULT:
-        text += f" Default {_scalar(default)}."
-    return text
-
-
-def _metas(annotation: Any) -> tuple[object, ...]:
-    return getattr(annotation, "__metadata__", ())
-
-
-def _comment(text: str, indent: str) -> Iterator[str]:
-    line = f"{indent}#"
-    for word in text.split():
-        if len(line) + 1 + len(word) > 100:
-            yield line
-            line = f"{indent}#"
-        line += f" {word}"
-    yield line
-
-
-def _scalar(value: object) -> str:
-    """JSON is YAML; plain words need no quotes."""
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w-]*", value):
-        return value
-    return msgspec.json.encode(value, order="sorted").decode()

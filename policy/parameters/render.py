@@ -1,0 +1,69 @@
+"""The policy file as YAML, every key with its unit, its range, its default and why."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from policy.parameters.whole import Parameters
+
+
+def render(parameters: Parameters, comments: bool = True) -> str:
+    """The policy file as YAML, every key with its unit and why."""
+    return "\n".join(_rendered(parameters, "", comments)) + "\n"
+
+
+def _rendered(section: msgspec.Struct, indent: str, comments: bool) -> Iterator[str]:
+    for field in msgspec.structs.fields(section):
+        value: object = getattr(section, field.name)
+        if isinstance(value, msgspec.Struct):
+            yield ""
+            if comments:
+                doc = " ".join((type(value).__doc__ or "").split())
+                yield from _comment(doc, indent)
+            yield f"{indent}{field.encode_name}:"
+            yield from _rendered(value, indent + "  ", comments)
+            continue
+        if comments:
+            yield from _comment(_described(field), indent)
+        yield f"{indent}{field.encode_name}: {_scalar(value)}"
+
+
+def _described(field: msgspec.structs.FieldInfo) -> str:
+    metas = [meta for meta in _metas(field.type) if isinstance(meta, Meta)]
+    text = " ".join(meta.description for meta in metas if meta.description)
+    bounds = [(meta.ge, meta.le) for meta in metas if meta.ge is not None]
+    if bounds:
+        low, high = bounds[-1]
+        text += f" [{low}..{high}]" if high is not None else f" [{low}..]"
+    default = field.default
+    if default is not msgspec.NODEFAULT:
+        text += f" Default {_scalar(default)}."
+    return text
+
+
+def _metas(annotation: Any) -> tuple[object, ...]:
+    return getattr(annotation, "__metadata__", ())
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    line = f"{indent}#"
+    for word in text.split():
+        if len(line) + 1 + len(word) > 100:
+            yield line
+            line = f"{indent}#"
+        line += f" {word}"
+    yield line
+
+
+def _scalar(value: object) -> str:
+    """JSON is YAML; plain words need no quotes."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w-]*", value):
+        return value
+    return msgspec.json.encode(value, order="sorted").decode()
