@@ -6,6 +6,8 @@ import click
 
 from traces.cli import trace
 from twin.cli import completion, policy, replay_command
+from twin.log_cli import audit, explain
+from twin.scenario.cli import scenario
 
 HELP = """Twinkeel: a digital twin and live controller that keep LLM serving stable.
 
@@ -15,6 +17,7 @@ then drives the real fleet.
 \b
 Start here:
   twinkeel replay shipped:demo --policy fifo --policy stable   compare two policies
+  twinkeel scenario run peak                                   play a claim with its seeds
   twinkeel trace import mylog.csv --map map.yaml -o my.parquet bring your own traffic
   twinkeel policy show --defaults                              see every parameter
 """
@@ -29,6 +32,9 @@ def main() -> None:
 main.add_command(replay_command)
 main.add_command(trace)
 main.add_command(policy)
+main.add_command(scenario)
+main.add_command(audit)
+main.add_command(explain)
 main.add_command(completion)
 
 if __name__ == "__main__":

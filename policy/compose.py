@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from policy.facts import Facts
 from policy.fifo import Fifo
-from policy.tiered import Tiered
+from policy.service import Service
 
 if TYPE_CHECKING:
     from policy.contract import Policy
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 def build_policy(parameters: Parameters) -> Policy:
     """A fresh policy that knows no replica and no request."""
-    facts = Facts(parameters.history.keys_max)
     if parameters.discipline == "fifo":
-        return Fifo(parameters, facts)
-    return Tiered(parameters, facts)
+        return Fifo(parameters, Facts(parameters.history.keys_max))
+    return Service(parameters)
 
 
 def restore(parameters: Parameters, snapshot: bytes, now_ns: int | None = None) -> Policy:
@@ -26,4 +25,4 @@ def restore(parameters: Parameters, snapshot: bytes, now_ns: int | None = None) 
     given, with a new clock that shows this: what was left of every deadline stays the same."""
     if parameters.discipline == "fifo":
         return Fifo.restored(parameters, snapshot, now_ns)
-    return Tiered.restored(parameters, snapshot, now_ns)
+    return Service.restored(parameters, snapshot, now_ns)

@@ -12,16 +12,35 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policy.bounded import Bounded
-from policy.events import Arrived, Cancelled, Failed, Finished, ReplicaDown, ReplicaUp, Scraped
+from policy.decisions import Settled  # noqa: TC001  (msgspec resolves it)
+from policy.events import (
+    Arrived,
+    Cancelled,
+    Failed,
+    Finished,
+    GpuFault,
+    GpuRead,
+    Progress,
+    ReplicaDown,
+    ReplicaUp,
+    Scraped,
+    Standby,
+    Verified,
+    Warmed,
+)
 
 if TYPE_CHECKING:
-    from policy.events import Event, FirstToken
+    from policy.events import CheckpointFailed, CheckpointSaved, Event, FirstToken, LookedUp
 
 ELIGIBLE_CACHE_MAX = 1024  # model names come from callers, so the cache of choices needs a bound
 COUNT_MOST = 1 << 40  # bytes or tokens of a request: far above any, and no sum overflows 64 bits
 NS_MOST = 1 << 60
+GPU_PERMILLE_MOST = 2000  # a card may run above its limits for a moment
 RECENT_MAX = 10  # requests a history remembers
 STRIKES = frozenset({"timeout", "oom", "silent"})
+
+UNANSWERED, VERIFYING, LOOKING, SAVING = range(4)
+"""How far an open request is: no answer yet; or what is awaited before the caller is told."""
 
 
 class Illegal(Exception):
@@ -47,6 +66,19 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     tries: int = 0
     tried: tuple[int, ...] = ()
     """Replicas that failed it."""
+    stage: int = UNANSWERED
+    served: int = -1
+    """The replica that answered it."""
+    pending: Settled | None = None
+    """What its caller is told when nothing more is awaited."""
+    gated: tuple[str, str] | None = None
+    """Model and version whose breakers let it through and do not know yet how it went."""
+    cause: str = ""
+    """Why it is degraded."""
+    due_ns: int = 0
+    """By when its chain wants its first token; 0: it has no chain."""
+    rung: int = 0
+    """How many of the ways to degrade were tried."""
 
 
 class Replica(msgspec.Struct, array_like=True, gc=False):
@@ -67,6 +99,10 @@ class Replica(msgspec.Struct, array_like=True, gc=False):
     running: int = 0
     kv_used_permille: int = 0
     preemptions: int = 0
+    gpu: GpuRead | None = None
+    """The youngest reading of its card."""
+    gpu_ns: int = 0
+    """When it was read."""
 
 
 class Recent(msgspec.Struct, array_like=True, gc=False):
@@ -161,9 +197,12 @@ class Facts:
 
     def dispatch(self, now_ns: int, opened: Open, replica: Replica) -> None:
         """Book ``opened``, with its token figures filled in, on ``replica``."""
-        opened.replica = replica.spec.replica
         opened.dispatched_ns = now_ns
         opened.tries += 1
+        self._book(opened, replica)
+
+    def _book(self, opened: Open, replica: Replica) -> None:
+        opened.replica = replica.spec.replica
         replica.in_flight += 1
         replica.kv_tokens += opened.kv_tokens
         replica.prefill_tokens += opened.prefill_tokens
@@ -175,7 +214,7 @@ class Facts:
         if opened is None or opened.replica != event.replica:
             self._check_late(event.request, event.replica, opened)
             return None
-        if opened.first_ns is not None:
+        if opened.first_ns is not None or opened.stage:
             raise Illegal(f"request {event.request} had its first token already")
         self.now_ns = now_ns
         opened.first_ns = now_ns
@@ -189,6 +228,8 @@ class Facts:
         if opened is None or opened.replica != event.replica:
             self._check_late(event.request, event.replica, opened)
             return None
+        if opened.stage:
+            raise Illegal(f"request {event.request} has its answer already")
         if not 0 <= event.cached_tokens <= event.prompt_tokens or event.output_tokens < 0:
             raise Illegal(
                 f"request {event.request}: prompt_tokens {event.prompt_tokens}, cached_tokens"
@@ -216,12 +257,73 @@ class Facts:
             raise Illegal(f"request {event.request} never arrived")
         return opened
 
+    def verified(self, now_ns: int, event: Verified) -> Open | None:
+        """Check a ``Verified``; the caller goes on with what is returned."""
+        opened = self._awaiting(event, VERIFYING)
+        if opened is not None and opened.replica != event.replica:
+            raise Illegal(
+                f"request {event.request} is verified on replica {opened.replica}, not on"
+                f" {event.replica}"
+            )
+        if event.output_tokens < 0:
+            raise Illegal(f"request {event.request}: output_tokens is {event.output_tokens}")
+        if opened is not None:
+            self.now_ns = now_ns
+        return opened
+
+    def looked_up(self, now_ns: int, event: LookedUp) -> Open | None:
+        """Check a ``LookedUp``; the caller goes on with what is returned."""
+        opened = self._awaiting(event, LOOKING)
+        if event.age_ns < 0 or event.confidence_permille > 1000:
+            raise Illegal(
+                f"request {event.request}: age_ns is {event.age_ns} and confidence_permille"
+                f" {event.confidence_permille}"
+            )
+        if opened is not None:
+            self.now_ns = now_ns
+        return opened
+
+    def saved(self, now_ns: int, event: CheckpointSaved | CheckpointFailed) -> Open | None:
+        """Check the end of a ``SaveCheckpoint``; the caller settles what is returned."""
+        opened = self._awaiting(event, SAVING)
+        if opened is not None:
+            self.now_ns = now_ns
+        return opened
+
+    def _awaiting(
+        self, event: Verified | LookedUp | CheckpointSaved | CheckpointFailed, stage: int
+    ) -> Open | None:
+        opened = self.open.get(event.request)
+        if opened is None:
+            if not 0 <= event.request <= self.highest:
+                raise Illegal(f"request {event.request} never arrived")
+        elif opened.stage != stage:
+            raise Illegal(f"request {event.request} does not wait for {type(event).__name__}")
+        return opened
+
+    def answered(self, opened: Open) -> None:
+        """Its replica is done with it, and its caller not told yet."""
+        opened.served = opened.replica
+        self._release(opened)
+        opened.replica = -1
+
+    def verify(self, opened: Open, replica: Replica) -> None:
+        """Book the second run of an answered request, token figures filled in, on ``replica``."""
+        opened.stage = VERIFYING
+        self._book(opened, replica)
+
+    def verification_over(self, opened: Open) -> None:
+        """The second run is no longer on its replica."""
+        self._release(opened)
+        opened.replica = -1
+        opened.stage = UNANSWERED
+
     def _check_late(self, request: int, replica: int, opened: Open | None) -> None:
         """A replica's event is not about a request in flight there: is it only late?"""
         if opened is None:
             if not 0 <= request <= self.highest:
                 raise Illegal(f"request {request} never arrived")
-        elif replica not in opened.tried:
+        elif replica not in opened.tried and replica != opened.served:
             on = f"on replica {opened.replica}" if opened.replica >= 0 else "in no replica's hands"
             raise Illegal(f"request {request} is {on}, and was never on replica {replica}")
 
@@ -292,6 +394,22 @@ class Facts:
                 self._fleet_changed()
         elif isinstance(event, Scraped):
             self._scraped(now_ns, event)
+        elif isinstance(event, GpuRead):
+            self._gpu_read(now_ns, event)
+        elif isinstance(event, Standby):
+            known = self.replicas.get(event.replica)
+            if event.replica < 0 or event.start_ns < 0 or (known is not None and known.ready):
+                raise Illegal(
+                    f"standby {event.replica} ({event.name}): its id and start_ns must be at least"
+                    " 0, and it must not be up"
+                )
+            self.highest_replica = max(self.highest_replica, event.replica)
+        elif isinstance(event, Progress):
+            self._known(event.replica)
+            if event.output_tokens < 0:
+                raise Illegal(f"replica {event.replica}: output_tokens is {event.output_tokens}")
+        elif isinstance(event, (GpuFault, Warmed)):
+            self._known(event.replica)
         self.now_ns = now_ns
 
     def eligible(self, model: str, embeddings: bool) -> tuple[Replica, ...]:
@@ -375,6 +493,21 @@ class Facts:
         replica.kv_used_permille = event.kv_used_permille
         replica.preemptions = event.preemptions
 
+    def _gpu_read(self, now_ns: int, event: GpuRead) -> None:
+        shares = (
+            event.pcie_permille, event.memory_permille, event.heat_permille, event.power_permille,
+        )  # fmt: skip
+        if min(event.free_mb, event.age_ns, *shares) < 0 or max(shares) > GPU_PERMILLE_MOST:
+            raise Illegal(
+                f"card of replica {event.replica}: no figure may be negative, and shares lie within"
+                f" 0..{GPU_PERMILLE_MOST} per mille, but they are {shares}"
+            )
+        replica = self._known(event.replica)
+        read_ns = now_ns - event.age_ns
+        if replica is not None and (replica.gpu is None or read_ns >= replica.gpu_ns):
+            replica.gpu = event
+            replica.gpu_ns = read_ns
+
     # Snapshots
 
     def state(self) -> FactsState:
@@ -409,11 +542,16 @@ def _shifted(opened: Open, by_ns: int) -> Open:
         arrived_ns=opened.arrived_ns + by_ns,
         dispatched_ns=_moved(opened.dispatched_ns, by_ns),
         first_ns=_moved(opened.first_ns, by_ns),
+        due_ns=opened.due_ns + by_ns if opened.due_ns else 0,
     )
 
 
 def _seen(replica: Replica, by_ns: int) -> Replica:
-    return msgspec.structs.replace(replica, scraped_ns=_moved(replica.scraped_ns, by_ns))
+    return msgspec.structs.replace(
+        replica,
+        scraped_ns=_moved(replica.scraped_ns, by_ns),
+        gpu_ns=replica.gpu_ns + by_ns,
+    )
 
 
 def _moved(at_ns: int | None, by_ns: int) -> int | None:

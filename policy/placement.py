@@ -1,4 +1,14 @@
-"""Which replica takes a request: where there is room for it, and where it is done soonest."""
+"""Which replica takes a request: the predicted time there, made longer by six dimensions.
+
+Predicted time comes from our own books (what is in flight, what prompts wait), never from old
+gauges. Each dimension says how bad a replica is, from 0 (good) to 1000 per mille; its weight says
+by how much of the predicted time that counts. Free memory and prefix warmth come from our books
+too; bandwidth, heat and closeness from the card. A required label is a condition, not a score.
+
+Weights adapt: where cards with a busy link turn out slower than predicted, the weight of bandwidth
+grows (normalised least mean squares, within bounds). What the dimensions do not explain about a
+replica becomes its own pace.
+"""
 
 from __future__ import annotations
 
@@ -6,159 +16,218 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from policy.hosts import BUSY, CAPPED, FREE, FULL, TICKS_PER_NS
 from policy.tiers import LENT
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-    from policy.facts import Replica
-    from policy.parameters import Inflight
-    from policy.prefixes import PrefixTable
+    from policy.hosts import Host, Need
+    from policy.parameters.placement import Affinity, Placement
     from policy.tiers import Job
 
-TICKS_PER_NS = 1024
+PPM = 1_000_000
+HEAT_FROM_PERMILLE = 800
+RATIO_MOST_PERMILLE = 4000  # one request that took forever says little about the next
+NS_PER_MS = 1_000_000
+ROOMS = {FREE: "free", FULL: "full", BUSY: "busy", CAPPED: "capped"}
+
+Choice = tuple["Host", "Need", int, int]
+"""Host, need, and in ticks: until the first token, and one decoding step."""
 
 
-# Whether a replica can take a request now, and if not, why.
-FREE = 0
-FULL = 1  # its sequences or its KV tokens are taken: something must finish
-BUSY = 2  # enough prompts wait for their prefill: some first token must come
-CAPPED = 3  # enough long prompts wait for their prefill: short ones may still go
+class Score(msgspec.Struct, frozen=True):
+    """How a replica looks to a request; the dimensions in per mille, 0 is good."""
+
+    replica: int
+    name: str
+    room: str
+    prefill_ns: int
+    done_ns: int
+    memory: int
+    bandwidth: int
+    closeness: int
+    heat: int
+    switch: int
+    affinity: int
+    pace_permille: int
+    score_ns: int
 
 
-class Need(msgspec.Struct, frozen=True, gc=False):
-    """What a request takes on one replica."""
+class PlacerState(msgspec.Struct, array_like=True):
+    """What placement has learned about its weights, in canonical form."""
 
-    kv_tokens: int
-    """Of its own; prefix blocks, which others may share, are not among them."""
-    new_prefix_tokens: int
-    """Of prefix blocks that nothing in flight holds there."""
-    prefill_tokens: int
-    quad: int
-    """End squared less start squared of what is computed: attention's part of a prefill."""
-    long: bool
+    weights_ppm: list[int]
+    mean_ppm: int
 
 
-class Host:
-    """A replica as placement sees it: the facts, our targets for it, and what we sent there."""
+class Placer:
+    """Chooses, and learns from how long it took."""
 
     __slots__ = (
-        "decode", "free_alone", "free_mixed", "kv_most", "kv_shared", "long_most", "long_tokens",
-        "number", "output_permille", "per_kv", "per_quad", "per_sequence", "per_token",
-        "prefill_most", "prefixes", "replica", "sequences_most", "sequences_shared", "spec",
-        "start_ticks",
+        "_adapt_ppm", "_affinity", "_affinity_weight", "_least_ppm", "_mean_ppm",
+        "_memory_weight", "_most_ppm", "_rule", "_stale_ns", "_switch_weight", "_weights_ppm",
+        "throttled_out",
     )  # fmt: skip
 
-    def __init__(self, replica: Replica, inflight: Inflight, prefixes: PrefixTable) -> None:
-        spec = replica.spec
-        self.replica = replica
-        self.spec = spec
-        self.number = spec.replica
-        self.sequences_most = max(1, spec.max_num_seqs * inflight.sequences_permille // 1000)
-        kv_tokens = (spec.kv_blocks - 1) * spec.block_tokens
-        self.kv_most = kv_tokens * inflight.kv_permille // 1000
-        # The last part is for Turbo, and for what it lent.
-        shared_permille = 1000 - inflight.reserve_permille
-        self.sequences_shared = max(1, self.sequences_most * shared_permille // 1000)
-        self.kv_shared = self.kv_most * shared_permille // 1000
-        self.prefill_most = spec.max_num_batched_tokens * inflight.prefill_steps_milli // 1000
-        self.long_most = inflight.long_prefill_cap_tokens
-        self.long_tokens = inflight.long_prefill_tokens
-        self.output_permille = inflight.output_reserve_permille
-        self.prefixes = prefixes
-        self.decode, fixed, self.per_sequence, self.per_kv, self.per_token, self.per_quad = (
-            spec.cost
+    def __init__(self, section: Placement) -> None:
+        self._rule = section.rule
+        self._memory_weight = section.memory_weight_permille
+        self._switch_weight = section.switch_weight_permille
+        self._affinity = section.affinity
+        self._affinity_weight = section.affinity_weight_permille
+        self.throttled_out = section.throttled_out
+        self._stale_ns = section.stale_ms * NS_PER_MS
+        self._adapt_ppm = section.adapt_permille * 1000
+        given = (
+            section.bandwidth_weight_permille,
+            section.closeness_weight_permille,
+            section.heat_weight_permille,
         )
-        self.free_alone = spec.prefill_free_tokens
-        self.free_mixed = spec.mixed_free_tokens
-        self.start_ticks = spec.request_in_ns * TICKS_PER_NS + fixed
+        self._weights_ppm = [weight * 1000 for weight in given]
+        most = section.adapt_most_permille
+        self._least_ppm = [weight * 1_000_000 // most for weight in given]
+        self._most_ppm = [weight * most for weight in given]
+        self._mean_ppm = PPM
+        """Observed over predicted time, over all replicas: what all share says nothing of one."""
 
-    def need(
-        self, prompt_tokens: int, output_tokens: int, keys: tuple[int, ...], block_tokens: int
-    ) -> Need:
-        """What the request takes here. ``block_tokens`` is the size of a prefix block in tokens."""
-        own = prompt_tokens + output_tokens * self.output_permille // 1000
-        if not keys:
-            long = prompt_tokens >= self.long_tokens
-            return Need(own, 0, prompt_tokens, prompt_tokens * prompt_tokens, long)
-        # A hit of the whole prompt still computes its last token.
-        most = prompt_tokens - 1
-        cached = min(self.prefixes.cached_blocks(keys) * block_tokens, most)
-        shared = min(len(keys) * block_tokens, most)
-        new = shared - min(self.prefixes.held_blocks(keys) * block_tokens, shared)
-        prefill = prompt_tokens - cached
-        quad = prompt_tokens * prompt_tokens - cached * cached
-        return Need(own - shared, new, prefill, quad, prefill >= self.long_tokens)
+    def required(self, model: str, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+        """Those of ``hosts`` that have every label the model requires."""
+        rule = self._affinity.get(model)
+        if rule is None or not rule.require:
+            return hosts
+        needed = set(rule.require)
+        return tuple(host for host in hosts if needed <= set(host.spec.labels))
 
-    def room(self, need: Need, first: bool) -> int:
-        """Whether there is room; ``first`` says that the reserve may be used.
+    def choose(
+        self, hosts: Iterable[Host], job: Job, avoid: Container[int], model: str = ""
+    ) -> Choice | None:
+        """The best host outside ``avoid`` with room; None if there is none. Ties go to the earlier
+        host, but one that is probed goes first: else nobody would ever try it."""
+        best: Choice | None = None
+        need: Need | None = None
+        least = 0
+        prompt_tokens, output_tokens, keys = job.prompt_tokens, job.output_tokens, job.keys
+        first = job.tier <= LENT
+        rule = self._rule
+        affinity = self._affinity.get(model) if self._affinity else None
+        for host in hosts:
+            if host.out or (avoid and host.number in avoid):
+                continue
+            if need is None or keys:  # without a prefix it needs the same everywhere
+                need = host.need(prompt_tokens, output_tokens, keys, job.block_tokens)
+            if host.room(need, first):
+                continue
+            prefill = host.prefill_ticks(need)
+            step = host.step_ticks()
+            if host.probing:
+                return host, need, prefill, step
+            if rule == "scored":
+                factor = host.factor + self._own(host, need, job)
+                if affinity is not None:
+                    factor += self._affinity_weight * self._disliked(host, affinity) // 1000
+                score = (prefill + output_tokens * step) * factor
+            elif rule == "soonest":
+                score = prefill + output_tokens * step
+            elif rule == "least_loaded":
+                score = host.replica.in_flight
+            else:
+                score = _shuffled(job.request, host.number)
+            if best is None or score < least:
+                best = host, need, prefill, step
+                least = score
+        return best
 
-        An idle replica takes anything, so that nothing waits for ever.
-        """
-        replica = self.replica
-        if replica.in_flight >= (self.sequences_most if first else self.sequences_shared):
-            return FULL
-        held = replica.kv_tokens + self.prefixes.held_tokens
-        if held and held + need.kv_tokens + need.new_prefix_tokens > (
-            self.kv_most if first else self.kv_shared
-        ):
-            return FULL
-        if need.long:
-            if replica.long_tokens and replica.long_tokens + need.prefill_tokens > self.long_most:
-                return CAPPED
-            return FREE
-        short = replica.prefill_tokens - replica.long_tokens
-        if short and short + need.prefill_tokens > self.prefill_most:
-            return BUSY
-        return FREE
+    def _own(self, host: Host, need: Need, job: Job) -> int:
+        """Per mille for memory and warmth: the dimensions that our own books know."""
+        added = self._memory_weight * host.replica.kv_tokens // host.kv_most
+        if job.keys:
+            added += self._switch_weight * need.prefill_tokens // job.prompt_tokens
+        return added
 
-    def alone_ticks(self, need: Need) -> int:
-        """Predicted from dispatch to first token on an idle replica: the best case."""
-        tokens = max(0, need.prefill_tokens - self.free_alone)
-        return self.start_ticks + self.per_token * tokens + self.per_quad * need.quad
+    def _disliked(self, host: Host, affinity: Affinity) -> int:
+        prefer = affinity.prefer
+        return 1000 if prefer and not any(label in host.spec.labels for label in prefer) else 0
 
-    def prefill_ticks(self, need: Need) -> int:
-        """Predicted from dispatch to first token, behind the prompts that are there already."""
-        tokens = max(0, self.replica.prefill_tokens + need.prefill_tokens - self.free_mixed)
-        return self.start_ticks + self.per_token * tokens + self.per_quad * need.quad
+    # Learning
 
-    def work_ticks(self, need: Need, prompt_tokens: int, output_tokens: int) -> int:
-        """The share of a full replica's time that a request takes: what a queue drains by."""
-        kv_tokens = prompt_tokens + output_tokens // 2 + 1
-        batch = max(1, min(self.sequences_most, self.kv_most // kv_tokens))
-        step = self.decode // batch + self.per_sequence + self.per_kv * kv_tokens
-        prefill = self.per_token * need.prefill_tokens + self.per_quad * need.quad
-        return prefill + output_tokens * step
-
-
-def soonest(
-    hosts: Iterable[Host], job: Job, avoid: Container[int]
-) -> tuple[Host, Need, int] | None:
-    """Where there is room and the request is done first: (host, need, ticks to first token).
-
-    Ties go to the earlier host. None if no host outside ``avoid`` has room.
-    """
-    best: Host | None = None
-    need: Need | None = None
-    best_need: Need | None = None
-    best_prefill = least = 0
-    prompt_tokens, output_tokens, keys = job.prompt_tokens, job.output_tokens, job.keys
-    first = job.tier <= LENT
-    for host in hosts:
-        if avoid and host.number in avoid:
-            continue
-        if need is None or keys:  # without a prefix it needs the same everywhere
-            need = host.need(prompt_tokens, output_tokens, keys, job.block_tokens)
-        if host.room(need, first):
-            continue
+    def refresh(self, host: Host, now_ns: int) -> None:
+        """Take in what was last read from the host's card."""
         replica = host.replica
+        reading = replica.gpu
+        bandwidth = heat = 0
+        if reading is not None and now_ns - replica.gpu_ns <= self._stale_ns:
+            bandwidth = min(1000, (3 * reading.pcie_permille + reading.memory_permille) // 4)
+            hottest = max(reading.heat_permille, reading.power_permille) - HEAT_FROM_PERMILLE
+            heat = max(0, min(1000, hottest * 1000 // (1000 - HEAT_FROM_PERMILLE)))
+        host.penalties = (bandwidth, 1000 - host.spec.closeness_permille, heat)
+        self._refactor(host)
+
+    def observe(self, host: Host, took_ns: int, predicted_ns: int) -> None:
+        """A request that was to take ``predicted_ns`` there took ``took_ns``."""
+        adapt = self._adapt_ppm
+        if not adapt or predicted_ns <= 0:
+            return
+        ratio = min(took_ns * 1000 // predicted_ns, RATIO_MOST_PERMILLE) * 1000
+        mean = self._mean_ppm
+        self._mean_ppm = mean + (ratio - mean) * adapt // PPM
+        relative = ratio * PPM // mean
+        expected = host.factor * 1000
+        error = relative - expected
+        penalties = host.penalties
+        if penalties != (0, 0, 0):
+            weights = self._weights_ppm
+            for at in range(3):
+                # Normalised by 1: penalties are shares of one.
+                moved = weights[at] + error * penalties[at] // 1000 * adapt // PPM
+                weights[at] = max(self._least_ppm[at], min(moved, self._most_ppm[at]))
+        host.pace_ppm += error * adapt // PPM
+        host.pace_ppm = max(PPM // 4, min(host.pace_ppm, 4 * PPM))
+        self._refactor(host)
+
+    def _refactor(self, host: Host) -> None:
+        bandwidth, closeness, heat = host.penalties
+        weights = self._weights_ppm
+        explained = weights[0] * bandwidth + weights[1] * closeness + weights[2] * heat
+        host.factor = (host.pace_ppm + explained // 1000) // 1000
+
+    # What people and snapshots see
+
+    def score(self, host: Host, job: Job, model: str, room: str = "") -> Score:
+        """The host's row in the table that explains a choice."""
+        need = host.need(job.prompt_tokens, job.output_tokens, job.keys, job.block_tokens)
         prefill = host.prefill_ticks(need)
-        done = prefill + output_tokens * (
-            host.decode + host.per_sequence * replica.in_flight + host.per_kv * replica.kv_tokens
+        done = prefill + job.output_tokens * host.step_ticks()
+        affinity = self._affinity.get(model)
+        disliked = 0 if affinity is None else self._disliked(host, affinity)
+        factor = host.factor + self._own(host, need, job)
+        factor += self._affinity_weight * disliked // 1000
+        return Score(
+            replica=host.number,
+            name=host.spec.name,
+            room=room or ROOMS[host.room(need, job.tier <= LENT)],
+            prefill_ns=prefill // TICKS_PER_NS,
+            done_ns=done // TICKS_PER_NS,
+            memory=1000 * host.replica.kv_tokens // host.kv_most,
+            bandwidth=host.penalties[0],
+            closeness=host.penalties[1],
+            heat=host.penalties[2],
+            switch=1000 * need.prefill_tokens // job.prompt_tokens if job.keys else 0,
+            affinity=disliked,
+            pace_permille=host.pace_ppm // 1000,
+            score_ns=done * factor // (1000 * TICKS_PER_NS),
         )
-        if best is None or done < least:
-            best = host
-            best_need = need
-            best_prefill = prefill
-            least = done
-    return None if best is None or best_need is None else (best, best_need, best_prefill)
+
+    def state(self) -> PlacerState:
+        return PlacerState(list(self._weights_ppm), self._mean_ppm)
+
+    def load(self, state: PlacerState) -> None:
+        self._weights_ppm = list(state.weights_ppm)
+        self._mean_ppm = state.mean_ppm
+
+
+def _shuffled(request: int, number: int) -> int:
+    """A number that has nothing to do with either: for the rule that chooses at random."""
+    mixed = (request * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+    mixed = (mixed ^ mixed >> 30) * 0x94D049BB133111EB & (1 << 64) - 1
+    return mixed ^ mixed >> 31

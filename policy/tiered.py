@@ -1,7 +1,7 @@
-"""The tiered policy: requests wait here, in order, and engines are fed shallowly.
+"""The dynamic tiered queue at work: requests wait here, in order, and engines are fed shallowly.
 
-Puts the mechanisms together: facts, complexity, tiers, placement. One file each; this one only
-says what happens to a request at each event.
+Puts complexity, tiers and placement together, and tries again elsewhere what a replica failed. One
+file each; this one says what becomes of a request between its admission and its answer.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from policy.capacity import pool_of
 from policy.complexity import UNIT, Complexity, ComplexityState, Quantile, flops
-from policy.decisions import Abort, Dispatch, Refused, Settled
-from policy.events import Arrived, Cancelled, Failed, Finished, FirstToken, Ticked
-from policy.facts import ELIGIBLE_CACHE_MAX, STRIKES, Facts, FactsState, Illegal
-from policy.outcomes import CALLERS_FAULT, MAYBE_RUNNING, failed, too_large, unserved
-from policy.placement import CAPPED, FREE, FULL, TICKS_PER_NS, Host, Need, soonest
+from policy.decisions import Dispatch, Settled, Verify
+from policy.facts import ELIGIBLE_CACHE_MAX, STRIKES
+from policy.hosts import CAPPED, FREE, FULL, TICKS_PER_NS, Host
+from policy.outcomes import CALLERS_FAULT, too_large, unserved
+from policy.placement import Placer, PlacerState
 from policy.prefixes import PrefixTable, chain
 from policy.tiers import FALLBACK, LENT, NAMES, NS_PER_MS, TURBO, Job, Pool, PoolState, Tags
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from policy.decisions import Decision
-    from policy.events import Event
-    from policy.facts import Open
+    from policy.events import Arrived, Finished
+    from policy.facts import Facts, Open
     from policy.parameters import Parameters
+    from policy.placement import Choice, Score
 
 Decisions = list["Decision"]
 
@@ -35,12 +39,12 @@ class HostState(msgspec.Struct, array_like=True):
     replica: int
     prefixes: list[tuple[int, int]]
     held_tokens: int
+    pace_ppm: int
 
 
 class TieredState(msgspec.Struct, array_like=True):
-    """The whole policy in canonical form. Times are relative to the facts' ``now_ns``."""
+    """The queue in canonical form, times relative to the instant it was asked for."""
 
-    facts: FactsState
     jobs: list[Job]
     pools: list[PoolState]
     hosts: list[HostState]
@@ -48,43 +52,64 @@ class TieredState(msgspec.Struct, array_like=True):
     waits: Quantile
     prefills: Quantile
     assumed: list[tuple[int, int, int]]
-
-
-_ENCODER = msgspec.msgpack.Encoder(order="sorted")
-_DECODER = msgspec.msgpack.Decoder(TieredState)
+    placer: PlacerState
+    gone: list[int]
 
 
 class Tiered:
-    """The dynamic tiered queue as a policy."""
+    """The dynamic tiered queue.
+
+    Args:
+        close: told of every request that ends here, just after the facts have closed it; gives
+            what its caller hears.
+        sent: told of everything sent, with the time in ns until something is heard of it.
+    """
 
     __slots__ = (
-        "_assumed", "_bytes_per_token_most", "_complexity", "_engine_priority", "_facts",
-        "_hosts", "_jobs", "_latest", "_lighter_model", "_optimism", "_parameters", "_pools",
-        "_prefills", "_queued", "_queued_again", "_retrying", "_serving_embeddings",
-        "_serving_text", "_shares", "_shedding", "_tags", "_waits",
+        "_assumed", "_bytes_per_token_most", "_close", "_complexity", "_engine_priority",
+        "_facts", "_latest", "_optimism", "_parameters", "_pools", "_prefills", "_queued_again",
+        "_reserve_permille", "_retrying", "_sent", "_serving_embeddings", "_serving_text",
+        "_shares", "_shedding", "_waits", "counting", "gone", "hosts", "jobs", "lighter_model",
+        "offered", "placer", "queued", "tags",
     )  # fmt: skip
 
-    def __init__(self, parameters: Parameters, facts: Facts) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        facts: Facts,
+        close: Callable[[int, Open, Settled], Settled],
+        sent: Callable[[int, int, int, int], None],
+    ) -> None:
         tiers = parameters.tiers
         self._parameters = parameters
         self._facts = facts
-        self._tags = Tags(parameters.classes, tiers)
+        self._close = close
+        self._sent = sent
+        self.placer = Placer(parameters.placement)
+        self.gone: frozenset[int] = frozenset()
+        """Replicas that are up and will take no new work any more."""
+        self.counting = False
+        """Whether ``offered`` is kept: only a fleet that can grow needs it."""
+        self.offered: dict[str, tuple[int, int]] = {}
+        """By pool, since it was last cleared: tokens, and ns of one full replica's time."""
+        self._reserve_permille = parameters.inflight.reserve_permille
+        self.tags = Tags(parameters.classes, tiers)
         self._complexity = Complexity(parameters)
         self._shedding = parameters.shedding.enabled
         self._optimism = parameters.estimates.optimism_permille
-        self._lighter_model = tiers.fallback_model
+        self.lighter_model = tiers.fallback_model
         self._bytes_per_token_most = parameters.estimates.bytes_per_token_most
         self._engine_priority = parameters.inflight.engine_priority
         self._shares = (
             0, tiers.lent_least_permille, tiers.stable_least_permille, tiers.batch_least_permille,
             tiers.fallback_least_permille,
         )  # fmt: skip
-        self._jobs: dict[int, Job] = {}
-        self._hosts: dict[int, Host] = {}
+        self.jobs: dict[int, Job] = {}
+        self.hosts: dict[int, Host] = {}
         self._serving_text: dict[str, tuple[Host, ...]] = {}
         self._serving_embeddings: dict[str, tuple[Host, ...]] = {}
         self._pools: dict[tuple[int, ...], Pool] = {}
-        self._queued = 0
+        self.queued = 0
         self._queued_again = 0
         """How many of them wait for a replica that has not failed them yet."""
         self._retrying = 0
@@ -94,27 +119,8 @@ class Tiered:
         self._latest: list[tuple[int, int]] = []
         self._assumed: list[tuple[int, int, int]] = []
 
-    # The contract
-
-    def step(self, now_ns: int, event: Event) -> list[Decision] | tuple[Decision, ...]:
-        try:
-            if type(event) is Arrived:
-                return self._arrived(now_ns, event)
-            if type(event) is FirstToken:
-                return self._first_token(now_ns, event)
-            if type(event) is Finished:
-                return self._finished(now_ns, event)
-            if type(event) is Failed:
-                return self._failed(now_ns, event)
-            if type(event) is Cancelled:
-                return self._cancelled(now_ns, event)
-            if type(event) is Ticked:
-                return self._ticked(now_ns)
-            return self._fleet(now_ns, event)
-        except Illegal as illegal:
-            return (Refused(type(event).__name__, str(illegal)),)
-
     def deadline_ns(self) -> int | None:
+        """When something here is too late, or a prefill over for certain."""
         latest, assumed = self._latest, self._assumed
         if not latest and not assumed:
             return None
@@ -128,110 +134,8 @@ class Tiered:
             return assumed[0][0]
         return due_ns
 
-    # Events
-
-    def _arrived(self, now_ns: int, event: Arrived) -> list[Decision] | tuple[Decision, ...]:
-        facts = self._facts
-        opened = facts.arrive(now_ns, event)
-        request = event.request
-        hosts = self._serving(event.model, event)
-        if not hosts:
-            facts.drop(opened)
-            return (self._unserved(request),)
-        least_tokens = event.prompt_bytes // self._bytes_per_token_most + event.max_tokens
-        if least_tokens > hosts[0].replica.tokens_most and least_tokens > max(
-            host.replica.tokens_most for host in hosts
-        ):
-            facts.drop(opened)
-            return (too_large(request),)
-        job = self._judged(now_ns, event, hosts)
-        self._jobs[request] = job
-        if job.lighter:
-            hosts = self._serving(self._lighter_model, event)
-        if not self._queued:
-            sent = self._send_at_once(now_ns, opened, job, hosts, ())
-            if sent is not None:
-                return (sent,)
-        return self._queue_or_shed(now_ns, opened, job, hosts)
-
-    def _first_token(self, now_ns: int, event: FirstToken) -> list[Decision] | tuple[()]:
-        opened = self._facts.first_token(now_ns, event)
-        if opened is None:
-            return ()
-        job = self._jobs[event.request]
-        if job.prefill_ns > 0:
-            took_ns = now_ns - (opened.dispatched_ns or 0)
-            self._prefills.add(took_ns * UNIT // job.prefill_ns, self._optimism)
-        if not self._queued:
-            return ()
-        return self._refill(now_ns, (event.replica,))
-
-    def _finished(self, now_ns: int, event: Finished) -> list[Decision] | tuple[Decision, ...]:
-        opened = self._facts.finished(now_ns, event)
-        if opened is None:
-            return ()
-        job = self._jobs[event.request]
-        if job.lighter:
-            settled = Settled(
-                event.request, "degraded", NAMES[job.tier], f"model {self._lighter_model}"
-            )
-        else:
-            settled = Settled(event.request, "answered", NAMES[job.tier])
-            self._complexity.observe(opened.event, job.sla, event)
-        self._forget(opened, job)
-        self._facts.settle(now_ns, opened)
-        if not self._queued:
-            return (settled,)
-        decisions = self._refill(now_ns, (event.replica,))
-        decisions.insert(0, settled)
-        return decisions
-
-    def _failed(self, now_ns: int, event: Failed) -> list[Decision] | tuple[()]:
-        opened = self._facts.failed(now_ns, event)
-        if opened is None:
-            return ()
-        job = self._jobs[event.request]
-        decisions: Decisions = []
-        if event.kind in MAYBE_RUNNING:
-            decisions.append(Abort(event.request, event.replica))
-        if event.kind in STRIKES:
-            job.strikes += 1
-        if self._may_retry(now_ns, opened, job, event.kind):
-            self._release(opened, job)
-            self._retrying += not opened.tried
-            self._facts.take_back(opened)
-            self._try_again(now_ns, opened, job, decisions)
-        else:
-            self._forget(opened, job)
-            if event.kind in CALLERS_FAULT:
-                self._facts.drop(opened)
-            else:
-                self._facts.settle(now_ns, opened, event.kind)
-            retry_after_ns = self._parameters.shedding.retry_after_least_ms * NS_PER_MS
-            decisions.append(failed(event.request, event.kind, NAMES[job.tier], retry_after_ns))
-        if self._queued:
-            decisions += self._refill(now_ns, (event.replica,))
-        return decisions
-
-    def _cancelled(self, now_ns: int, event: Cancelled) -> list[Decision] | tuple[()]:
-        opened = self._facts.cancelled(now_ns, event)
-        if opened is None:
-            return ()
-        job = self._jobs[event.request]
-        decisions: Decisions = []
-        replicas: tuple[int, ...] = (opened.replica,)
-        if opened.replica >= 0:
-            decisions.append(Abort(event.request, opened.replica))
-        else:
-            replicas = self._pool(self._hosts_for(opened.event, job)).replicas
-        self._forget(opened, job)
-        self._facts.drop(opened)
-        decisions.append(Settled(event.request, "cancelled", NAMES[job.tier], "client", 499))
-        if self._queued:
-            decisions += self._refill(now_ns, replicas)
-        return decisions
-
-    def _ticked(self, now_ns: int) -> list[Decision] | tuple[()]:
+    def ticked(self, now_ns: int) -> Decisions:
+        """Shed what is too late, and go on where a prefill is over."""
         decisions: Decisions = []
         touched: list[int] = []
         while self._assumed and self._assumed[0][0] <= now_ns:
@@ -242,34 +146,165 @@ class Tiered:
         while self._latest and self._latest[0][0] < now_ns:
             entry = heappop(self._latest)
             if self._waits_still(entry):
-                replicas = self._shed_late(now_ns, self._jobs[entry[1]], decisions)
+                replicas = self._shed_late(now_ns, self.jobs[entry[1]], decisions)
                 touched += [replica for replica in replicas if replica not in touched]
-        if touched and self._queued:
-            decisions += self._refill(now_ns, touched)
+        if touched and self.queued:
+            decisions += self.refill(now_ns, touched)
         return decisions
 
-    def _fleet(self, now_ns: int, event: Event) -> list[Decision] | tuple[()]:
+    # The fleet
+
+    def rehost(self, now_ns: int, gone: frozenset[int]) -> Decisions:
+        """Other replicas take work from now on: all that waits joins the queue of those that can
+        serve it."""
         facts = self._facts
-        before = facts.fleet_version
-        facts.fleet(now_ns, event)
-        if facts.fleet_version == before:
-            return ()
+        self.gone = gone
         inflight = self._parameters.inflight
         entries_max = self._parameters.history.prefix_entries_max
         for number, known in facts.replicas.items():
-            host = self._hosts.get(number)
+            host = self.hosts.get(number)
             if host is None or host.replica is not known:
-                self._hosts[number] = Host(known, inflight, PrefixTable(entries_max))
+                self._add_host(Host(known, inflight, PrefixTable(entries_max)), now_ns)
             elif host.spec is not known.spec:  # it came back with work in flight
-                self._hosts[number] = Host(known, inflight, host.prefixes)
-        for replica in [gone for gone in self._hosts if gone not in facts.replicas]:
-            del self._hosts[replica]
+                self._add_host(Host(known, inflight, host.prefixes), now_ns)
+        for replica in [lost for lost in self.hosts if lost not in facts.replicas]:
+            del self.hosts[replica]
         return self._regroup(now_ns)
+
+    def _add_host(self, host: Host, now_ns: int) -> None:
+        host.reserve(self._reserve_permille)
+        self.hosts[host.number] = host
+        self.placer.refresh(host, now_ns)
+
+    def reserve(self, permille: int) -> None:
+        """Keep this part of every replica for Turbo."""
+        if permille != self._reserve_permille:
+            self._reserve_permille = permille
+            for host in self.hosts.values():
+                host.reserve(permille)
 
     # A request's way
 
-    def _judged(self, now_ns: int, event: Arrived, hosts: tuple[Host, ...]) -> Job:
-        tags = self._tags
+    def admit(
+        self, now_ns: int, opened: Open, lighter: bool = False, from_ns: int | None = None
+    ) -> Decisions:
+        """Send it, let it wait, or close it.
+
+        Args:
+            lighter: the lighter model is to answer it.
+            from_ns: when its deadline began to count, if not at its arrival.
+        """
+        event = opened.event
+        hosts = self.serving(self.lighter_model if lighter else event.model, event)
+        if not hosts:
+            return [self._unserved(now_ns, opened)]
+        least_tokens = event.prompt_bytes // self._bytes_per_token_most + event.max_tokens
+        if least_tokens > hosts[0].tokens_most and least_tokens > max(
+            host.tokens_most for host in hosts
+        ):
+            self._facts.drop(opened)
+            return [self._close(now_ns, opened, too_large(event.request))]
+        from_ns = opened.arrived_ns if from_ns is None else from_ns
+        job = self._judged(from_ns, event, hosts)
+        if lighter:
+            job.lighter = True
+        elif job.lighter:
+            hosts = self.serving(self.lighter_model, event)
+        if opened.due_ns and from_ns == opened.arrived_ns:
+            job.due_ns = min(job.due_ns, opened.due_ns)
+        self.jobs[event.request] = job
+        self._retrying += bool(opened.tried)
+        if self.counting:
+            self._count(job, hosts[0])
+        if not self.queued:
+            sent = self._send_at_once(now_ns, opened, job, hosts, opened.tried)
+            if sent is not None:
+                return [sent]
+        return self._queue_or_shed(now_ns, opened, job, hosts)
+
+    def _count(self, job: Job, host: Host) -> None:
+        """Add an arrival to the load that was offered to its replicas."""
+        spec = host.spec
+        need = host.need(job.prompt_tokens, job.output_tokens, job.keys, job.block_tokens)
+        work_ns = host.work_ticks(need, job.prompt_tokens, job.output_tokens) // TICKS_PER_NS
+        pool = pool_of(spec.models, spec.pooling)
+        tokens, before_ns = self.offered.get(pool, (0, 0))
+        tokens += job.prompt_tokens + job.output_tokens
+        self.offered[pool] = (tokens, before_ns + work_ns)
+
+    def first_token(self, now_ns: int, opened: Open) -> int:
+        """Learn from how long it took. Returns what was predicted, in ns from its dispatch."""
+        job = self.jobs[opened.event.request]
+        if job.prefill_ns > 0:
+            took_ns = now_ns - (opened.dispatched_ns or 0)
+            self._prefills.add(took_ns * UNIT // job.prefill_ns, self._optimism)
+        return job.prefill_ns
+
+    def finished(self, now_ns: int, opened: Open, usage: Finished) -> Job:
+        """Learn from an answer; the request stays where it is in the books."""
+        job = self.jobs[usage.request]
+        if not job.lighter:
+            self._complexity.observe(opened.event, job.sla, usage)
+        predicted_ns = job.prefill_ns + usage.output_tokens * job.step_ns
+        host = self.hosts[usage.replica]
+        self.placer.observe(host, now_ns - (opened.dispatched_ns or 0), predicted_ns)
+        return job
+
+    def answered(self, opened: Open, job: Job) -> None:
+        """Its replica is done with it, but its caller is not told yet."""
+        self._release(opened, job)
+        self._facts.answered(opened)
+
+    def second(self, opened: Open, job: Job) -> Choice | None:
+        """Where an answer can be verified: another replica with room, in another failure domain."""
+        served = self.hosts[opened.replica].spec
+        others = [
+            host
+            for host in self._hosts_for(opened.event, job)
+            if host.number != served.replica and not host.probing
+            and not (served.domain and host.spec.domain == served.domain)
+        ]  # fmt: skip
+        return self.placer.choose(others, job, (), opened.event.model)
+
+    def verify(self, now_ns: int, opened: Open, job: Job, choice: Choice) -> Verify:
+        """Run it a second time."""
+        host, need, prefill_ticks, step_ticks = choice
+        opened.kv_tokens = need.kv_tokens
+        opened.prefill_tokens = need.prefill_tokens
+        opened.long = need.long
+        if job.keys:
+            host.prefixes.add(job.keys, job.block_tokens)
+        self._facts.verify(opened, host.replica)
+        prefill_ns = prefill_ticks // TICKS_PER_NS
+        self._assume(now_ns, job.request, host.number, prefill_ns)
+        heard_ns = prefill_ns + job.output_tokens * step_ticks // TICKS_PER_NS
+        self._sent(now_ns, job.request, host.number, heard_ns)
+        return Verify(job.request, host.number)
+
+    def verification_over(self, opened: Open, job: Job) -> None:
+        self._release(opened, job)
+        self._facts.verification_over(opened)
+
+    def retry(self, now_ns: int, opened: Open, kind: str) -> Decisions | None:
+        """Try another replica, if that is allowed; None if it is not."""
+        job = self.jobs[opened.event.request]
+        if kind in STRIKES:
+            job.strikes += 1
+        if not self._may_retry(now_ns, opened, job, kind):
+            return None
+        self._release(opened, job)
+        self._retrying += not opened.tried
+        self._facts.take_back(opened)
+        decisions: Decisions = []
+        self._try_again(now_ns, opened, job, decisions)
+        return decisions
+
+    def waits_for(self, opened: Open, job: Job) -> tuple[int, ...]:
+        """The replicas that could serve a queued request."""
+        return self._pool(self._hosts_for(opened.event, job)).replicas
+
+    def _judged(self, from_ns: int, event: Arrived, hosts: tuple[Host, ...]) -> Job:
+        tags = self.tags
         sla = tags.sla(event)
         model = event.model
         prompt_tokens = self._complexity.prompt_tokens(model, event.prompt_bytes) or 1
@@ -289,10 +324,10 @@ class Tiered:
             if recent is not None:
                 strikes = recent.strikes
         tier = tags.tier(sla, cost, strikes)
-        due_ns = now_ns + tags.deadline_ns(event, sla)
+        due_ns = from_ns + tags.deadline_ns(event, sla)
         return Job(
             event.request, tier, sla, cost, prompt_tokens, output_tokens, due_ns, keys,
-            block_tokens, 0, tier == FALLBACK and self._has_lighter(event),
+            block_tokens, 0, tier == FALLBACK and self.has_lighter(event),
         )  # fmt: skip
 
     def _send_at_once(
@@ -304,43 +339,46 @@ class Tiered:
         avoid: tuple[int, ...] | list[int],
     ) -> Dispatch | None:
         """To the replica with room where it is done soonest; None if none has room."""
-        best = soonest(hosts, job, avoid)
+        best = self.placer.choose(hosts, job, avoid, opened.event.model)
         if best is None:
             return None
-        return self._dispatched(now_ns, opened, job, *best)
+        return self._dispatched(now_ns, opened, job, best)
 
-    def _dispatched(
-        self, now_ns: int, opened: Open, job: Job, host: Host, need: Need, prefill_ticks: int
-    ) -> Dispatch:
+    def _dispatched(self, now_ns: int, opened: Open, job: Job, choice: Choice) -> Dispatch:
+        host, need, prefill_ticks, step_ticks = choice
         opened.kv_tokens = need.kv_tokens
         opened.prefill_tokens = need.prefill_tokens
         opened.long = need.long
         job.prefill_ns = prefill_ticks // TICKS_PER_NS
+        job.step_ns = step_ticks // TICKS_PER_NS
         if job.keys:
             host.prefixes.add(job.keys, job.block_tokens)
         self._facts.dispatch(now_ns, opened, host.replica)
         number = host.replica.spec.replica
-        event = opened.event
-        if not event.stream:
-            # Its first token may never be reported; by then its prefill is over for certain.
-            over_ns = now_ns + 2 * job.prefill_ns + 50 * NS_PER_MS
-            heappush(self._assumed, (over_ns, job.request, number))
+        heard_ns = job.prefill_ns
+        if not opened.event.stream:
+            self._assume(now_ns, job.request, number, job.prefill_ns)
+            heard_ns += job.output_tokens * job.step_ns
+        self._sent(now_ns, job.request, number, heard_ns)
         priority = job.tier if self._engine_priority else 0
-        model = self._lighter_model if job.lighter else ""
+        model = self.lighter_model if job.lighter else ""
         return Dispatch(job.request, number, NAMES[job.tier], priority, model)
+
+    def _assume(self, now_ns: int, request: int, number: int, prefill_ns: int) -> None:
+        """Its first token may never be reported; by then its prefill is over for certain."""
+        heappush(self._assumed, (now_ns + 2 * prefill_ns + 50 * NS_PER_MS, request, number))
 
     def _queue_or_shed(
         self, now_ns: int, opened: Open, job: Job, hosts: tuple[Host, ...]
-    ) -> tuple[Decision, ...]:
+    ) -> Decisions:
         """No replica is free at once, or others wait: join the queue, or hear that it is no use."""
         shedding = self._parameters.shedding
         pool = self._pool(hosts)
         host = hosts[0]
-        if self._queued >= shedding.queue_max:
-            return (
-                self._shed(opened, job, "queue_full", shedding.retry_after_most_ms * NS_PER_MS),
-            )
-        tags = self._tags
+        if self.queued >= shedding.queue_max:
+            retry_after_ns = shedding.retry_after_most_ms * NS_PER_MS
+            return [self._shed(now_ns, opened, job, "queue_full", retry_after_ns)]
+        tags = self.tags
         need = host.need(job.prompt_tokens, job.output_tokens, job.keys, job.block_tokens)
         job.long = need.long
         event = opened.event
@@ -357,17 +395,18 @@ class Tiered:
                 sent = self._send_at_once(now_ns, opened, job, hosts, avoid)
                 if sent is not None:
                     pool.started(job.tier, job.flops, job.tier)
-                    return (sent,)
-        elif self._queued:  # others wait, but for other replicas
+                    return [sent]
+        elif self.queued:  # others wait, but for other replicas
             sent = self._send_at_once(now_ns, opened, job, hosts, opened.tried)
             if sent is not None:
-                return (sent,)
+                return [sent]
         alone_ns = host.alone_ticks(need) // TICKS_PER_NS
         job.latest_ns = job.due_ns - alone_ns * (self._prefills.value // UNIT) // UNIT
         if self._shedding:
             wait_ns = self._optimistic_ns(job.ahead_ns)
             if now_ns + wait_ns > job.latest_ns:
-                return (self._shed(opened, job, "deadline", now_ns + wait_ns - job.latest_ns),)
+                late_ns = now_ns + wait_ns - job.latest_ns
+                return [self._shed(now_ns, opened, job, "deadline", late_ns)]
             heappush(self._latest, (job.latest_ns, job.request))
         job.work_ns = host.work_ticks(need, job.prompt_tokens, job.output_tokens) // TICKS_PER_NS
         job.queued = True
@@ -375,11 +414,11 @@ class Tiered:
         if not pool.queued:
             self._join(pool)
         pool.push(job)
-        self._queued += 1
+        self.queued += 1
         self._queued_again += bool(opened.tried)
-        return ()
+        return []
 
-    def _refill(self, now_ns: int, replicas: tuple[int, ...] | list[int]) -> Decisions:
+    def refill(self, now_ns: int, replicas: tuple[int, ...] | list[int]) -> Decisions:
         """Something became free on these replicas: send what waits for them, in its turn."""
         decisions: Decisions = []
         if self._queued_again:
@@ -389,11 +428,11 @@ class Tiered:
                 *(number for number in self._facts.replicas if number not in replicas),
             ]
         for number in replicas:
-            host = self._hosts.get(number)
-            if host is None or not host.replica.ready:
+            host = self.hosts.get(number)
+            if host is None or host.out or not host.replica.ready or number in self.gone:
                 continue
             spent: list[Pool] = []
-            while self._queued and host.replica.in_flight < host.sequences_most:
+            while self.queued and host.replica.in_flight < host.sequences_most:
                 pool = self._next_pool(number, spent)
                 if pool is None:
                     break
@@ -432,8 +471,8 @@ class Tiered:
                 if self._shedding:
                     took_ns = (now_ns - job.queued_ns) * UNIT
                     self._waits.add(took_ns // max(job.ahead_ns, NS_PER_MS), self._optimism)
-                prefill = host.prefill_ticks(need)
-                decisions.append(self._dispatched(now_ns, opened, job, host, need, prefill))
+                choice = (host, need, host.prefill_ticks(need), host.step_ticks())
+                decisions.append(self._dispatched(now_ns, opened, job, choice))
                 return True
             if room == CAPPED or (payer >= 0 and not pool.insists(job, payer, now_ns)):
                 continue
@@ -467,11 +506,11 @@ class Tiered:
         )
 
     def _try_again(self, now_ns: int, opened: Open, job: Job, decisions: Decisions) -> None:
-        if self._tags.tier(job.sla, job.flops, job.strikes) == FALLBACK:
+        if self.tags.tier(job.sla, job.flops, job.strikes) == FALLBACK:
             job.tier = FALLBACK
-            job.lighter = self._has_lighter(opened.event)
+            job.lighter = self.has_lighter(opened.event)
         hosts = self._hosts_for(opened.event, job)
-        if not self._queued:
+        if not self.queued:
             sent = self._send_at_once(now_ns, opened, job, hosts, opened.tried)
             if sent is not None:
                 decisions.append(sent)
@@ -483,45 +522,51 @@ class Tiered:
         opened = self._facts.open[job.request]
         pool = self._pool(self._hosts_for(opened.event, job))
         wait_ns = self._optimistic_ns(pool.ahead_ns(job.tier, job.order_ns))
-        decisions.append(self._shed(opened, job, "deadline", wait_ns))
+        decisions.append(self._shed(now_ns, opened, job, "deadline", wait_ns))
         return pool.replicas
 
-    def _shed(self, opened: Open, job: Job, why: str, retry_after_ns: int) -> Settled:
-        self._forget(opened, job)
+    def _shed(self, now_ns: int, opened: Open, job: Job, why: str, retry_after_ns: int) -> Settled:
+        self.forget(opened)
         self._facts.drop(opened)
         shedding = self._parameters.shedding
         retry_after_ns = max(
             shedding.retry_after_least_ms * NS_PER_MS,
             min(retry_after_ns, shedding.retry_after_most_ms * NS_PER_MS),
         )
-        return Settled(job.request, "shed", NAMES[job.tier], why, 429, retry_after_ns)
+        settled = Settled(job.request, "shed", NAMES[job.tier], why, 429, retry_after_ns)
+        return self._close(now_ns, opened, settled)
 
-    def _unserved(self, request: int, tier: str = "") -> Settled:
-        return unserved(request, tier, self._parameters.shedding.retry_after_least_ms * NS_PER_MS)
+    def _unserved(self, now_ns: int, opened: Open, tier: str = "") -> Settled:
+        self.forget(opened)
+        self._facts.drop(opened)
+        retry_after_ns = self._parameters.shedding.retry_after_least_ms * NS_PER_MS
+        return self._close(now_ns, opened, unserved(opened.event.request, tier, retry_after_ns))
 
     # Books
 
     def _release(self, opened: Open, job: Job) -> None:
         """It is no longer on its replica (the facts are told by the caller)."""
         if job.keys and opened.replica >= 0:
-            self._hosts[opened.replica].prefixes.remove(job.keys)
+            self.hosts[opened.replica].prefixes.remove(job.keys)
 
-    def _forget(self, opened: Open, job: Job) -> None:
-        """The request is about to be settled."""
+    def forget(self, opened: Open) -> None:
+        """The request is about to be settled, or to be judged anew."""
+        job = self.jobs.pop(opened.event.request, None)
+        if job is None:
+            return
         if job.queued:
             self._unqueue(job, self._pool(self._hosts_for(opened.event, job)))
         elif job.keys:
             self._release(opened, job)
         if opened.tried:
             self._retrying -= 1
-        del self._jobs[job.request]
 
     def _unqueue(self, job: Job, pool: Pool) -> None:
         job.queued = False
         pool.remove(job)
-        self._queued -= 1
+        self.queued -= 1
         self._queued_again -= bool(self._facts.open[job.request].tried)
-        if len(self._latest) > 64 + 4 * self._queued:
+        if len(self._latest) > 64 + 4 * self.queued:
             # Most entries are of jobs that started in time: drop them.
             self._latest = [entry for entry in self._latest if self._waits_still(entry)]
             heapify(self._latest)
@@ -531,7 +576,7 @@ class Tiered:
 
     def _waits_still(self, entry: tuple[int, int]) -> bool:
         """Does the job of an entry in ``_latest`` wait for the start that the entry is about?"""
-        job = self._jobs.get(entry[1])
+        job = self.jobs.get(entry[1])
         return job is not None and job.queued and job.latest_ns == entry[0]
 
     def _prefills_still(self, entry: tuple[int, int, int]) -> bool:
@@ -541,32 +586,37 @@ class Tiered:
 
     # Pools
 
-    def _serving(self, model: str, event: Arrived) -> tuple[Host, ...]:
+    def serving(self, model: str, event: Arrived) -> tuple[Host, ...]:
         """The replicas that can answer the event with this model, in order of id."""
         embeddings = event.endpoint == "embeddings"
         cache = self._serving_embeddings if embeddings else self._serving_text
         found = cache.get(model)
         if found is None:
-            hosts = self._hosts
+            hosts = self.hosts
             found = tuple(
-                [hosts[known.spec.replica] for known in self._facts.eligible(model, embeddings)]
+                [
+                    hosts[known.spec.replica]
+                    for known in self._facts.eligible(model, embeddings)
+                    if known.spec.replica not in self.gone
+                ]
             )
+            found = self.placer.required(model, found)
             if len(cache) >= ELIGIBLE_CACHE_MAX:
                 cache.clear()
             cache[model] = found
         return found
 
     def _hosts_for(self, event: Arrived, job: Job) -> tuple[Host, ...]:
-        return self._serving(self._lighter_model if job.lighter else event.model, event)
+        return self.serving(self.lighter_model if job.lighter else event.model, event)
 
-    def _has_lighter(self, event: Arrived) -> bool:
-        return bool(self._lighter_model) and bool(self._serving(self._lighter_model, event))
+    def has_lighter(self, event: Arrived) -> bool:
+        return bool(self.lighter_model) and bool(self.serving(self.lighter_model, event))
 
     def _pool(self, hosts: tuple[Host, ...]) -> Pool:
         key = tuple([host.number for host in hosts])
         pool = self._pools.get(key)
         if pool is None:
-            pool = self._pools[key] = Pool(key, self._shares, self._jobs)
+            pool = self._pools[key] = Pool(key, self._shares, self.jobs)
         return pool
 
     def _join(self, pool: Pool) -> None:
@@ -579,84 +629,119 @@ class Tiered:
         """The fleet changed: everything that waits joins the queue of who can serve it now."""
         self._serving_text.clear()
         self._serving_embeddings.clear()
-        queued = [job for job in self._jobs.values() if job.queued]
+        queued = [job for job in self.jobs.values() if job.queued]
         self._pools.clear()
         decisions: Decisions = []
         for job in queued:
             opened = self._facts.open[job.request]
-            if job.lighter and not self._has_lighter(opened.event):
+            if job.lighter and not self.has_lighter(opened.event):
                 job.lighter = False
             hosts = self._hosts_for(opened.event, job)
             if all(host.number in opened.tried for host in hosts):
                 job.queued = False
-                self._queued -= 1
+                self.queued -= 1
                 self._queued_again -= bool(opened.tried)
-                self._forget(opened, job)
-                self._facts.drop(opened)
-                decisions.append(self._unserved(job.request, NAMES[job.tier]))
+                decisions.append(self._unserved(now_ns, opened, NAMES[job.tier]))
             else:
                 self._pool(hosts).push(job)
-        if self._queued:
-            decisions += self._refill(now_ns, list(self._facts.replicas))
+        if self.queued:
+            decisions += self.refill(now_ns, list(self._facts.replicas))
         return decisions
 
-    # Snapshots
+    def adopt(self, before: Tiered, now_ns: int) -> list[Open]:
+        """Take over from a queue with other parameters: what is in flight keeps the terms it was
+        sent on. Returns what waits, in order of arrival: it is to be judged anew."""
+        self.gone = before.gone
+        self.counting = before.counting
+        inflight = self._parameters.inflight
+        for host in before.hosts.values():
+            host.prefixes.entries_max = self._parameters.history.prefix_entries_max
+            taken = Host(host.replica, inflight, host.prefixes)
+            taken.pace_ppm = host.pace_ppm
+            taken.out, taken.probing = host.out, host.probing
+            self._add_host(taken, now_ns)
+        old, new = before._parameters, self._parameters
+        if (old.estimates, old.history) == (new.estimates, new.history):
+            self._complexity.load(before._complexity.state())
+        if old.placement == new.placement:
+            self.placer.load(before.placer.state())
+        self._waits, self._prefills = before._waits, before._prefills
+        self._assumed = before._assumed
+        waiting: list[Open] = []
+        for request, job in before.jobs.items():
+            opened = self._facts.open[request]
+            if job.queued:
+                waiting.append(opened)
+            else:
+                self.jobs[request] = job
+                self._retrying += bool(opened.tried)
+        return waiting
 
-    def snapshot(self) -> bytes:
-        facts = self._facts.state()
-        shift_ns = -facts.now_ns
-        return _ENCODER.encode(
-            TieredState(
-                facts,
-                [_shifted(job, shift_ns) for job in self._jobs.values()],
-                [pool.state() for pool in self._pools.values()],
-                [
-                    HostState(
-                        number,
-                        list(self._hosts[number].prefixes.entries.items()),
-                        self._hosts[number].prefixes.held_tokens,
-                    )
-                    for number in self._facts.replicas
-                ],
-                self._complexity.state(),
-                self._waits,
-                self._prefills,
-                sorted(
-                    (entry[0] + shift_ns, entry[1], entry[2])
-                    for entry in self._assumed
-                    if self._prefills_still(entry)
-                ),
-            )
+    # What people and snapshots see
+
+    def scores(self, event: Arrived) -> list[Score]:
+        """How the replicas that serve the event's model look to it now."""
+        everyone = tuple(
+            self.hosts[known.spec.replica]
+            for known in self._facts.eligible(event.model, event.endpoint == "embeddings")
         )
+        if not everyone:
+            return []
+        job = self.jobs.get(event.request) or self._judged(0, event, everyone)
+        return [
+            self.placer.score(
+                host, job, event.model, "out" if host.out or host.number in self.gone else ""
+            )
+            for host in everyone
+        ]
 
-    @classmethod
-    def restored(cls, parameters: Parameters, snapshot: bytes, now_ns: int | None) -> Tiered:
-        state = _DECODER.decode(snapshot)
-        at_ns = state.facts.now_ns if now_ns is None else now_ns
-        facts = Facts.restored(state.facts, parameters.history.keys_max, at_ns)
-        policy = cls(parameters, facts)
-        policy._load(state, at_ns)
-        return policy
+    def state(self, now_ns: int) -> TieredState:
+        return TieredState(
+            [_shifted(job, -now_ns) for job in self.jobs.values()],
+            [pool.state() for pool in self._pools.values()],
+            [
+                HostState(
+                    number, list(host.prefixes.entries.items()), host.prefixes.held_tokens,
+                    host.pace_ppm,
+                )
+                for number, host in sorted(self.hosts.items())
+            ],
+            self._complexity.state(),
+            self._waits,
+            self._prefills,
+            sorted(
+                (entry[0] - now_ns, entry[1], entry[2])
+                for entry in self._assumed
+                if self._prefills_still(entry)
+            ),
+            self.placer.state(),
+            sorted(self.gone),
+        )  # fmt: skip
 
-    def _load(self, state: TieredState, now_ns: int) -> None:
+    def load(self, state: TieredState, now_ns: int) -> None:
+        """Go on from a state; the facts have been restored already."""
         parameters = self._parameters
         facts = self._facts
+        self.gone = frozenset(state.gone)
+        self.placer.load(state.placer)
         for saved in state.hosts:
             prefixes = PrefixTable(parameters.history.prefix_entries_max)
             prefixes.entries = dict(saved.prefixes)
             prefixes.held_tokens = saved.held_tokens
             known = facts.replicas[saved.replica]
-            self._hosts[saved.replica] = Host(known, parameters.inflight, prefixes)
+            host = Host(known, parameters.inflight, prefixes)
+            host.pace_ppm = saved.pace_ppm
+            self._add_host(host, now_ns)
         for pool_state in state.pools:
-            pool = Pool(pool_state.replicas, self._shares, self._jobs)
+            pool = Pool(pool_state.replicas, self._shares, self.jobs)
             self._pools[pool_state.replicas] = pool
         for saved_job in state.jobs:
             job = _shifted(saved_job, now_ns)
-            self._jobs[job.request] = job
+            self.jobs[job.request] = job
             opened = facts.open[job.request]
             self._retrying += bool(opened.tried)
             if job.queued:
-                self._queued += 1
+                self.queued += 1
                 self._queued_again += bool(opened.tried)
                 self._pool(self._hosts_for(opened.event, job)).push(job)
                 if self._shedding:

@@ -60,6 +60,8 @@ class Job(msgspec.Struct, array_like=True, gc=False):
     long: bool = False
     prefill_ns: int = 0
     """From dispatch to first token, as predicted at dispatch."""
+    step_ns: int = 0
+    """Of one decoding step, as predicted at dispatch."""
 
 
 class Tags:

@@ -45,6 +45,15 @@ def arrived(request: int, tokens: int = 250, **changes: Any) -> Arrived:
     return Arrived(**(fields | changes))
 
 
+QUEUE_ALONE: dict[str, Any] = {
+    name: {"enabled": False}
+    for name in (
+        "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "alerts",
+    )
+}  # fmt: skip
+"""Sections of a policy file that leave the tiered queue to itself."""
+
+
 def parameters(discipline: str = "tiered", **sections: object) -> Parameters:
     """Defaults with some keys changed: ``parameters(tiers={"lend_wait_ms": 0})``."""
     return msgspec.convert({"schema": 1, "discipline": discipline, **sections}, Parameters)

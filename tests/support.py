@@ -14,7 +14,7 @@ from policy.cost import TICKS_PER_NS, StepCost
 from traces import TraceWriter, open_trace
 from traces.schema import SCHEMA, conform
 from twin.arrivals import Chunk
-from twin.engine import Engine, EngineError, EngineSettings, Load, Sequence, StepRecord
+from twin.engine import Engine, EngineError, EngineSettings, Load, Sequence, StepRecord, Totals
 from twin.fleet import ReplicaSpec, fleet_of
 from twin.world import Result, World, WorldSettings
 
@@ -79,7 +79,23 @@ class Look:
     at_ns: int
 
 
-Input = Submit | Abort | Look
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """From now on steps cost this."""
+
+    at_ns: int
+    cost: StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The engine stands still for a while."""
+
+    at_ns: int
+    for_ns: int
+
+
+Input = Submit | Abort | Look | Slow | Stall
 
 
 @dataclass(slots=True)
@@ -91,6 +107,8 @@ class Played:
     calls: list[tuple[int, str, int]] = field(default_factory=list)
     """(when, "first" or "finish", id), in the order of the call-backs."""
     looks: list[tuple[int, Load]] = field(default_factory=list)
+    totals: list[Totals] = field(default_factory=list)
+    """At the same instants."""
     refused: list[str] = field(default_factory=list)
     wakes: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -116,6 +134,7 @@ class Played:
         return {
             "calls": self.calls,
             "looks": self.looks,
+            "totals": self.totals,
             "refused": self.refused,
             "requests": [
                 (seq.id, seq.state, seq.scheduled_ns, seq.cached_tokens, seq.preemptions)
@@ -124,6 +143,7 @@ class Played:
             "steps": engine.steps,
             "preemptions": engine.preemptions,
             "busy_ticks": engine.busy_ticks,
+            "output_tokens": engine.output_tokens,
             "prefix_tokens_queried": engine.prefix_tokens_queried,
             "prefix_tokens_hit": engine.prefix_tokens_hit,
             "at the end": engine.observe(engine.now_ns),
@@ -175,6 +195,15 @@ def _input(played: Played, item: Input) -> None:
     engine = played.engine
     if isinstance(item, Look):
         played.looks.append((item.at_ns, engine.observe(item.at_ns)))
+        played.totals.append(engine.totals(item.at_ns))
+    elif isinstance(item, Slow):
+        engine.slow(item.cost, item.at_ns)
+    elif isinstance(item, Stall):
+        engine.stall(item.at_ns, item.for_ns)
+        played.calls = [  # first tokens are told ahead, so the owner has to hold them back
+            (at_ns + item.for_ns if what == "first" and at_ns >= item.at_ns else at_ns, what, who)
+            for at_ns, what, who in played.calls
+        ]
     elif isinstance(item, Abort):
         engine.abort(item.id, item.at_ns + item.ahead_ns)
     else:
@@ -304,6 +333,18 @@ class ScriptedPolicy:
         return b""
 
 
+def chunk_of(rows: dict[str, Any]) -> Chunk:
+    """A chunk of these columns; ids are counted and lengths are 1 where they are not given."""
+    count = len(rows["arrival_s"])
+    ones = np.ones(count, int)
+    table = {
+        "request_id": np.arange(count), "prompt_tokens": ones, "output_tokens": ones, **rows
+    }  # fmt: skip
+    columns = [_column(name, part) for name, part in table.items()]
+    batch = pa.RecordBatch.from_arrays(columns, list(table))
+    return Chunk(conform(batch, {"trace_id": "test", "provenance": "generated"}))
+
+
 def play_rows(
     rows: dict[str, Any],
     fleet: list[ReplicaSpec],
@@ -313,37 +354,24 @@ def play_rows(
     log: Log | None = None,
     skip: bool = True,
     chunk_rows: int = 8192,
+    **more: Any,
 ) -> tuple[World, list[Result]]:
     """Play a table of requests, given by column, and return what became of each, in order.
 
-    ``arrival_s`` must rise; ids are counted and lengths are 1 where they are not given.
+    ``arrival_s`` must rise; ids are counted and lengths are 1 where they are not given. ``more`` is
+    for the world: faults, standbys and the like.
     """
     count = len(rows["arrival_s"])
-    table = {
-        "request_id": np.arange(count),
-        "prompt_tokens": np.ones(count, int),
-        "output_tokens": np.ones(count, int),
-        **rows,
-    }
+    table = {"request_id": np.arange(count), **rows}
     chunks = (
-        Chunk(
-            conform(
-                pa.RecordBatch.from_arrays(
-                    [
-                        _column(name, part[start : start + chunk_rows])
-                        for name, part in table.items()
-                    ],
-                    list(table),
-                ),
-                {"trace_id": "test", "provenance": "generated"},
-            )
-        )
+        chunk_of({name: part[start : start + chunk_rows] for name, part in table.items()})
         for start in range(0, count, chunk_rows)
     )
     results: list[Result] = []
     world = World(
-        fleet, policy, log or NoLog(), lambda chunk: results.extend(chunk.results), settings, skip
-    )
+        fleet, policy, log or NoLog(), lambda chunk: results.extend(chunk.results), settings, skip,
+        **more,
+    )  # fmt: skip
     world.run(chunks)
     return world, results
 

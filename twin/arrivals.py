@@ -17,14 +17,18 @@ from traces import TraceError, spread_ties
 from traces.spread import uniforms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from policy.decisions import Settled
     from traces import Trace
+    from twin.world import Result
 
 NS = 1_000_000_000
 BYTES_PER_TOKEN = 4
 """Prompt bytes of a token, where the trace knows no bytes: about that of English text."""
 LENGTH_MAX = 2**31 - 1
+FIRST_COPY_ID = 1 << 62
+"""Request ids of what a traffic spike adds, far above those of any trace."""
 COPY_SPREAD_S = 1.0
 """Copies made by ``scale`` above 1 are spread over this long after the original."""
 
@@ -67,6 +71,66 @@ class Chunk:
             self.prefix = [tuple(ids) if ids else () for ids in prefix.to_pylist()]
         self.results: list[Any] = [None] * rows
         self.open = rows
+
+
+class Asked:
+    """One request of a client that waits for its answer: a chunk of a single row.
+
+    A client makes its own kind of it and overrides ``settled``. Lengths are in tokens; what is not
+    given is empty or 0, as in ``policy.events.Arrived``.
+    """
+
+    __slots__ = (
+        "arrival_ns", "chain", "deadline_ns", "endpoint", "line", "max_tokens", "model", "open",
+        "output_tokens", "prefix", "prefix_block_tokens", "prompt_bytes", "prompt_tokens",
+        "results", "resume", "session", "sla", "step", "stream", "user",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        max_tokens: int = 0,
+        prompt_bytes: int = 0,
+        deadline_ns: int = 0,
+        model: str = "",
+        endpoint: Endpoint = "chat",
+        sla: str = "",
+        line: str = "",
+        user: str = "",
+        session: str = "",
+        prefix: tuple[int, ...] = (),
+        prefix_block_tokens: int = 0,
+        chain: str = "",
+        step: str = "",
+        resume: str = "",
+        stream: bool = True,
+    ) -> None:
+        self.prompt_tokens = [prompt_tokens]
+        self.output_tokens = [output_tokens]
+        self.max_tokens = [max_tokens]
+        self.prompt_bytes = [prompt_bytes or BYTES_PER_TOKEN * prompt_tokens]
+        self.deadline_ns = [deadline_ns]
+        self.model = [model]
+        self.endpoint: list[Endpoint] = [endpoint]
+        self.sla = [sla]
+        self.line = [line]
+        self.user = [user]
+        self.session = [session]
+        self.prefix = [prefix]
+        self.prefix_block_tokens = [prefix_block_tokens]
+        self.chain = chain
+        self.step = step
+        self.resume = resume
+        self.stream = stream
+        self.arrival_ns = [-1]
+        """When it was asked."""
+        self.results: list[Any] = [None]
+        self.open = 1
+
+    def settled(self, result: Result, decision: Settled) -> None:
+        """It has its outcome, at this instant; the way to the client is the client's own."""
 
 
 def arrivals(
@@ -151,6 +215,36 @@ def _scaled(batch: pa.RecordBatch, scale: float, seed: int) -> pa.RecordBatch:
     resolution = _numbers(batch, "arrival_res_s")
     batch = _with(batch, "request_id", ids[order] * (whole + 1) + number)
     return _with(batch, "arrival_res_s", np.where(number > 0, COPY_SPREAD_S, resolution))
+
+
+def repeated(
+    chunks: Iterator[Chunk], spikes: Sequence[tuple[int, int, int]], seed: int
+) -> Iterator[Chunk]:
+    """Chunks in which the requests of some times arrive several times at once.
+
+    Copies stand right behind their original and have ids that no other request has.
+
+    Args:
+        spikes: (from, until, factor in permille) in ns; where they overlap, the largest counts.
+    """
+    copied = 0
+    for chunk in chunks:
+        times = np.array(chunk.arrival_ns)
+        permille = np.full(times.size, 1000)
+        for from_ns, until_ns, factor in spikes:
+            inside = (times >= from_ns) & (times < until_ns)
+            permille = np.where(inside, np.maximum(permille, factor), permille)
+        if (permille == 1000).all():
+            yield chunk
+            continue
+        ids = _numbers(chunk.batch, "request_id")
+        times_each = permille // 1000 + (uniforms(ids, seed + 2) * 1000 < permille % 1000)
+        order = np.repeat(np.arange(times.size), times_each)
+        is_copy = np.r_[False, order[1:] == order[:-1]]
+        fresh = FIRST_COPY_ID + copied + np.cumsum(is_copy) - 1
+        copied += int(is_copy.sum())
+        batch = chunk.batch.take(pa.array(order))
+        yield Chunk(_with(batch, "request_id", np.where(is_copy, fresh, ids[order])))
 
 
 def _lengthened(batch: pa.RecordBatch, factor: float) -> pa.RecordBatch:

@@ -49,12 +49,13 @@ class BadInput(click.ClickException):
 def plain_errors() -> Iterator[None]:
     """What the user can mend is one clear line and exit code 2; a fault of ours is a traceback."""
     from traces import TraceError
+    from twin.faults import FaultError
     from twin.fleet import FleetError
     from twin.report import ReportError
 
     try:
         yield
-    except (TraceError, FileError, FleetError, ReportError) as error:
+    except (TraceError, FileError, FleetError, FaultError, ReportError) as error:
         raise BadInput(str(error)) from error
     except OSError as error:
         raise BadInput(f"{error.filename or 'output'}: {error.strerror or error}") from error
@@ -89,7 +90,7 @@ def _slo(context: click.Context, parameter: click.Parameter, text: str) -> Slo:
         raise BadInput(str(error)) from error
 
 
-def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
+def completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
     """Shell completion from a list of names, beside which paths are allowed."""
     return lambda context, parameter, start: [name for name in names() if name.startswith(start)]
 
@@ -98,7 +99,7 @@ def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]
 @click.argument("trace_path", metavar="TRACE")
 @click.option(
     "--profile", "profiles", multiple=True, default=("h100-sxm/qwen3-8b",), metavar="NAME",
-    shell_complete=_completed(profile_names),
+    shell_complete=completed(profile_names),
     help="GPU and model: a shipped profile, one scaled from it (h100-sxm/llama-3.1-70b@tp4), or a "
     "file. Repeat for several kinds of replicas.",
 )  # fmt: skip
@@ -108,7 +109,7 @@ def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]
 )  # fmt: skip
 @click.option(
     "--policy", "policies", multiple=True, default=("stable",), metavar="NAME",
-    shell_complete=_completed(policy_names),
+    shell_complete=completed(policy_names),
     help="A preset or a policy file; repeat to compare.",
 )  # fmt: skip
 @click.option("--seed", default=0, help="Of everything that is drawn: ties, thinning, copies.")
@@ -237,7 +238,7 @@ def check(files: tuple[str, ...]) -> None:
 
 
 @policy.command("show")
-@click.argument("name", default="", shell_complete=_completed(policy_names))
+@click.argument("name", default="", shell_complete=completed(policy_names))
 @click.option("--defaults", is_flag=True, help="Every parameter's default, its unit and why.")
 def show(name: str, defaults: bool) -> None:
     """Print a policy file in full: a preset (stable, fifo, throughput) or a file."""

@@ -108,6 +108,8 @@ class Replay:
                 for kind, groups in summary.groups.items()
             },
             "shed_or_failed": summary.shed_why,
+            "degraded_how": dict(summary.degraded_how),
+            "verification": dict(summary.verification),
             "prefix_hit_share": summary.cached_tokens / prompt_tokens if prompt_tokens else None,
             "gpu_busy_share": self.gpu_busy,
             "gpu_hours": self.gpu_hours,
@@ -179,7 +181,6 @@ def replay(
         with _rare_collections():
             world.run(source)
     span_s = (max(summary.last_ns, first_ns) - first_ns) / 1e9
-    engines = [replica.engine for replica in world.replicas]
     return Replay(
         policy=policy_name,
         trace=str(trace.path.name),
@@ -189,8 +190,8 @@ def replay(
         samples=world.samples,
         span_s=span_s,
         gpu_busy=world.gpu_busy_share(round(span_s * 1e9)),
-        engine_steps=sum(engine.steps for engine in engines),
-        engine_preemptions=sum(engine.preemptions for engine in engines),
+        engine_steps=sum(replica.steps for replica in world.replicas),
+        engine_preemptions=sum(replica.preemptions for replica in world.replicas),
         decisions=log.count,
         log_hash=log.hexdigest(),
         refused=world.refused,

@@ -21,21 +21,24 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 HOPS = ("gateway_s", "queue_s", "schedule_s", "prefill_s", "decode_s", "network_s")
-"""Where the time of an answered request went; they add up to ``e2e_s``."""
+"""Where the time of an answered request went; they add up to ``e2e_s``. What is done with an answer
+once it is back (a second run to compare with, a checkpoint) is the gateway's time."""
 
 
 class Observed:
     """The results of one chunk as numpy columns; seconds, NaN where it never came to that."""
 
     __slots__ = (
-        "answered", "cached_tokens", "columns", "outcome", "output_tokens", "preemptions",
-        "replica", "settled_ns", "tier", "tries", "why",
+        "answered", "cached_tokens", "columns", "confidence_permille", "correct", "outcome",
+        "output_tokens", "preemptions", "replica", "settled_ns", "tier", "tries", "verification",
+        "whole", "why",
     )  # fmt: skip
 
     def __init__(self, chunk: Chunk, fleet: list[ReplicaSpec], settings: WorldSettings) -> None:
         (
             outcome, why, tier, _, replica, tries, arrival, settled, dispatched, scheduled,
-            first, last, first_out, cached, output_tokens, preemptions,
+            first, last, first_out, cached, output_tokens, preemptions, confidence_permille,
+            verification, correct, answered,
         ) = zip(*chunk.results, strict=True)  # fmt: skip
         self.outcome: tuple[str, ...] = outcome
         self.why: tuple[str, ...] = why
@@ -46,24 +49,43 @@ class Observed:
         self.cached_tokens = np.array(cached)
         self.output_tokens = np.array(output_tokens)
         self.preemptions = np.array(preemptions)
+        self.confidence_permille = np.array(confidence_permille)
+        self.verification: tuple[str, ...] = verification
+        self.correct = np.array(correct)
         self.answered = np.array([value in ("answered", "degraded") for value in outcome])
-        times = (arrival, dispatched, scheduled, first, last, first_out)
+        self.whole = self._whole()
+        """Those that got an answer worth the name: a template, or a part of a chain, is none."""
+        times = (arrival, dispatched, scheduled, first, last, first_out, answered)
         self.columns = self._hops(chunk, fleet, settings, *(np.array(value) for value in times))
+
+    def _whole(self) -> Array:
+        if "degraded" not in self.outcome:
+            return self.answered
+        lesser = [
+            outcome == "degraded" and not (why == "cached" or why.startswith("model "))
+            for outcome, why in zip(self.outcome, self.why, strict=True)
+        ]
+        whole: Array = self.answered & ~np.array(lesser)
+        return whole
 
     def _hops(
         self, chunk: Chunk, fleet: list[ReplicaSpec], settings: WorldSettings, arrival: Array,
         dispatched: Array, scheduled: Array, first: Array, last: Array, first_out: Array,
+        answered: Array,
     ) -> dict[str, Array]:  # fmt: skip
         """See ``twin.world`` for the way of a request."""
         token_out = np.array([spec.profile.overheads.token_out_ns.value for spec in fleet] + [0.0])
         token_out = np.rint(token_out)[self.replica]
         has_first = first >= 0
-        done = self.answered & (last >= 0)
+        done = self.answered & (answered >= 0)
+        kept = self.whole & ~done  # from a cache or a checkpoint, without an engine
+        held_ns = np.where(done, self.settled_ns - answered, 0)
+        held_ns = np.where(kept, self.settled_ns - dispatched - settings.gateway_ns, held_ns)
         entered = dispatched + settings.gateway_ns + settings.network_ns
         # An embedding has no first token: all of its engine time is prefill.
         prefilled = np.where(has_first, first + token_out, last)
         e2e = self.settled_ns - arrival
-        ttft = np.where(has_first, first_out, self.settled_ns) - arrival
+        ttft = np.where(has_first & ~kept, first_out, self.settled_ns) - arrival
         tokens = self.output_tokens
         gaps = np.maximum(tokens - 1, 1)
         nan = np.nan
@@ -73,17 +95,17 @@ class Observed:
 
         was_dispatched = dispatched >= 0
         return {
-            "gateway_s": seconds(np.full_like(arrival, settings.gateway_ns), was_dispatched),
+            "gateway_s": seconds(settings.gateway_ns + held_ns, was_dispatched),
             "queue_s": seconds(
                 np.where(was_dispatched, dispatched, self.settled_ns) - arrival,
                 np.ones_like(has_first),
             ),
             "schedule_s": seconds(scheduled - entered, done),
             "prefill_s": seconds(prefilled - scheduled, done),
-            "decode_s": seconds(self.settled_ns - settings.network_ns - prefilled, done),
+            "decode_s": seconds(answered - settings.network_ns - prefilled, done),
             "network_s": seconds(np.full_like(arrival, 2 * settings.network_ns), done),
-            "ttft_s": seconds(ttft, done | (has_first & (first_out >= 0))),
-            "e2e_s": seconds(e2e, done),
+            "ttft_s": seconds(ttft, done | kept | (has_first & (first_out >= 0))),
+            "e2e_s": seconds(e2e, done | kept),
             "tpot_s": seconds((e2e - ttft) / gaps, done & has_first & (tokens > 1)),
         }
 
@@ -104,6 +126,7 @@ def results_batch(chunk: Chunk, seen: Observed, fleet: list[ReplicaSpec]) -> pa.
         ],
         "tier": list(seen.tier),
         "replica": [names[index] if index >= 0 else None for index in seen.replica.tolist()],
+        "verification_status": [status or None for status in seen.verification],
     }
     codes = [result.http_code for result in chunk.results]
     columns: dict[str, pa.Array] = {
@@ -111,6 +134,8 @@ def results_batch(chunk: Chunk, seen: Observed, fleet: list[ReplicaSpec]) -> pa.
     }
     columns["http_code"] = pa.array(codes, pa.int16())
     columns["retries"] = pa.array(np.clip(seen.tries - 1, 0, 127), pa.int8())
+    confidence = np.where(seen.confidence_permille < 0, np.nan, seen.confidence_permille / 1000)
+    columns["confidence"] = pa.array(confidence, pa.float32(), from_pandas=True)
     for name, values in seen.columns.items():
         columns[name] = pa.array(values, pa.float32(), from_pandas=True)
     arrays = [columns.get(field.name, batch.column(i)) for i, field in enumerate(batch.schema)]

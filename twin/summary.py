@@ -6,6 +6,7 @@ however many requests there are.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,12 +122,15 @@ class Group:
 
     __slots__ = (
         "answered", "cancelled", "degraded", "failed", "good", "good_output_tokens", "hops",
-        "metrics", "offered", "output_tokens", "preemptions", "shed",
+        "judged", "metrics", "offered", "output_tokens", "preemptions", "shed", "wrong",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.offered = self.answered = self.degraded = self.shed = self.failed = 0
         self.cancelled = self.good = self.preemptions = 0
+        self.judged = self.wrong = 0
+        """Answers given out as such of which it is known whether they were right, and those that
+        were not."""
         self.output_tokens = self.good_output_tokens = 0
         self.metrics = {name: Histogram() for name in METRICS}
         self.hops = dict.fromkeys(HOPS, 0.0)
@@ -140,6 +144,9 @@ class Group:
         self.output_tokens += int(tokens[done].sum())
         self.good_output_tokens += int(tokens[rows][good[rows]].sum())
         self.preemptions += int(seen.preemptions[rows].sum())
+        given = seen.correct[rows[outcome[rows] == OUTCOME_CODES["answered"]]]
+        self.judged += int((given >= 0).sum())
+        self.wrong += int((given == 0).sum())
         for name in METRICS:
             values = seen.columns[name][done if name == "queue_s" else rows]
             self.metrics[name].add(values[~np.isnan(values)])
@@ -162,7 +169,7 @@ class Group:
             name: getattr(self, name)
             for name in (
                 "offered", "answered", "degraded", "shed", "failed", "cancelled", "good",
-                "preemptions", "output_tokens", "good_output_tokens",
+                "preemptions", "output_tokens", "good_output_tokens", "judged", "wrong",
             )
         }  # fmt: skip
         for name, histogram in self.metrics.items():
@@ -189,13 +196,19 @@ OUTCOME_CODES = {name: code for code, name in enumerate(OUTCOMES)}
 class Summary:
     """All groups of a run: everything, and by tier, SLA class and business line."""
 
-    __slots__ = ("all", "cached_tokens", "groups", "last_ns", "prompt_tokens", "shed_why", "slo")
+    __slots__ = (
+        "all", "cached_tokens", "degraded_how", "groups", "last_ns", "prompt_tokens", "shed_why",
+        "slo", "verification",
+    )  # fmt: skip
 
     def __init__(self, slo: Slo | None = None) -> None:
         self.slo = slo or Slo()
         self.all = Group()
         self.groups: dict[str, dict[str, Group]] = {"tier": {}, "sla": {}, "line": {}}
         self.shed_why: dict[str, int] = {}
+        self.degraded_how: Counter[str] = Counter()
+        self.verification: Counter[str] = Counter()
+        """Answers by what became of checking them; empty: they were not scored."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.last_ns = 0
@@ -203,7 +216,7 @@ class Summary:
     def add(self, chunk: Chunk, seen: Observed) -> None:
         outcome = np.array([OUTCOME_CODES[name] for name in seen.outcome])
         tokens = seen.output_tokens
-        good = seen.answered & self._within(chunk, seen)
+        good = seen.whole & self._within(chunk, seen)
         rows = np.arange(outcome.size)
         self.all.add(seen, outcome, good, tokens, rows)
         for kind, values in (("tier", seen.tier), ("sla", chunk.sla), ("line", chunk.line)):
@@ -218,6 +231,9 @@ class Summary:
             if name in ("shed", "failed"):
                 key = f"{name}: {why}"
                 self.shed_why[key] = self.shed_why.get(key, 0) + 1
+            elif name == "degraded":
+                self.degraded_how[why] += 1
+        self.verification.update(seen.verification)
         done = seen.answered
         self.prompt_tokens += int(np.array(chunk.prompt_tokens)[done].sum())
         self.cached_tokens += int(seen.cached_tokens[done].sum())

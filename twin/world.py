@@ -6,37 +6,68 @@ A request's way, all in nanoseconds of simulated time::
     engine -> token_out, network -> first token
     engine -> request_out, token_out per token, network -> finished
 
-What happens at the same instant has a fixed order: arrivals, deliveries (in the order in which
-they became certain), then engines by number.
+What happens at the same instant has a fixed order: faults, arrivals, deliveries (in the order in
+which they became certain), then engines by number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import simpy
 
 from policy.decisions import Abort, Dispatch, Refused, Settled
-from policy.events import Arrived, Failed, Finished, FirstToken, Scraped
+from policy.events import (
+    Arrived,
+    Cancelled,
+    ErrorKind,
+    Failed,
+    Finished,
+    FirstToken,
+    ReplicaDown,
+)
 from policy.runner import Runner
-from twin.engine import Engine, Sequence, UnfitError
+from twin.agenda import ARRIVALS, DELIVERIES, Callbacks, Event
+from twin.arrivals import Asked
+from twin.calls import Call
+from twin.cards import Cards
+from twin.dice import Dice
+from twin.engine import Sequence, UnfitError
 from twin.engine.steptime import TICK_BITS
+from twin.errands import Errands
+from twin.faults import Injector
+from twin.replicas import Replica
+from twin.watch import Sample, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from collections.abc import Sequence as Series
 
     from policy.contract import Policy
     from policy.decisions import Decision
     from policy.runner import Log
     from twin.arrivals import Chunk
+    from twin.cards import CardSettings
+    from twin.faults import Fault
     from twin.fleet import ReplicaSpec
 
-ARRIVALS, DELIVERIES, ENGINES = 0, 1, 10
-"""SimPy priorities: what comes first at the same instant."""
+__all__ = [
+    "AnswerModel",
+    "Features",
+    "Result",
+    "Sample",
+    "World",
+    "WorldError",
+    "WorldSettings",
+]
+
+
+QUIET_SWEEPS_MOST = 4
+"""Twice a call's time-out: if nothing was settled for that long, nothing more will be."""
 
 
 class WorldError(RuntimeError):
@@ -59,6 +90,22 @@ class WorldSettings:
     """How often queues and KV usage are noted for the report, at first; 0: never. Twice as rarely
     each time ``samples_max`` is reached: then of two neighbours the busier one is kept."""
     samples_max: int = 2000
+    call_timeout_ns: int = 600_000_000_000
+    """When the controller gives up a call that a replica does not answer."""
+    checkpoint_ns: int = 2_000_000
+    """Writing a chain's state to the store."""
+    checkpoint_fail_permille: int = 0
+    """How many of these the store does not take."""
+    lookup_ns: int = 2_000_000
+    """Looking for a similar answer that is kept."""
+    cache_hit_permille: int = 0
+    """How often there is one."""
+    cache_age_most_ns: int = 3_600_000_000_000
+    """How old a kept answer may be."""
+    warm_ns: int = 2_000_000_000
+    """A new replica's warm-up requests, one after another."""
+    gpu_event_ns: int = 1_000_000_000
+    """From a card's error to the event that tells of it."""
 
 
 class Result(NamedTuple):
@@ -84,159 +131,83 @@ class Result(NamedTuple):
     output_tokens: int
     """Made by the engine; 0 for an embedding, and where it came to nothing."""
     preemptions: int
+    confidence_permille: int = -1
+    """What the caller was told; -1: nothing."""
+    verification: str = ""
+    correct: int = -1
+    """Whether the engine's last answer was right, where an answer model knows: 1 or 0."""
+    answered_ns: int = -1
+    """The engine's answer was back at the controller; what it did with it then, took the rest."""
 
 
-class Sample(NamedTuple):
-    """The fleet at an instant."""
+class Features(NamedTuple):
+    """What an answer looks like from outside, and whether it is right."""
 
-    at_ns: int
-    queued: int
-    """Requests in the policy's queue."""
-    running: int
-    waiting: int
-    """Requests in the engines' own queues."""
-    kv_used_permille: tuple[int, ...]
-    """By replica."""
-    arrived: int = 0
-    """Requests so far."""
+    entropy_mean_millinats: int
+    entropy_worst_millinats: int
+    close_permille: int
+    contradiction: bool
+    correct: bool
+    """Nobody in the world is told: it is for the report and for verdicts."""
 
 
-Callbacks = list[Callable[[Any], None]]
+class AnswerModel(Protocol):
+    """What engines answer. Every draw depends on the arguments only."""
 
+    def features(
+        self,
+        request: int,
+        asked: Chunk | Asked,
+        row: int,
+        *,
+        replica: int,
+        version: str,
+        model: str,
+        in_flight: int,
+        shift_permille: int,
+        now_ns: int,
+    ) -> Features:
+        """Of the answer to ``asked``'s row that ``replica`` gave.
 
-class _Event(simpy.Event):
-    """A bare event that always succeeds and carries a value: half the price of a Timeout.
+        Args:
+            model: that was asked for; it may differ from the row's own.
+            in_flight: requests left in that engine.
+            shift_permille: how far bad weights move it; 0: they are good.
+        """
+        ...
 
-    SimPy takes the list of callbacks off an event without changing it, so one list serves many.
-    """
-
-    _ok = True
-    _defused = False
-
-    def __init__(self, callbacks: Callbacks, value: object = None) -> None:
-        self.callbacks = callbacks
-        self._value = value
-
-
-class _Call:
-    """A request between arrival and settlement."""
-
-    __slots__ = (
-        "arrival_ns", "chunk", "dispatched_ns", "first_ns", "first_out_ns", "last_ns", "replica",
-        "row", "seq", "tries",
-    )  # fmt: skip
-
-    def __init__(self, chunk: Chunk, row: int, arrival_ns: int) -> None:
-        self.chunk = chunk
-        self.row = row
-        self.arrival_ns = arrival_ns
-        self.dispatched_ns = -1
-        self.first_ns = -1
-        self.first_out_ns = -1
-        self.last_ns = -1
-        self.replica = -1
-        self.tries = 0
-        self.seq: Sequence | None = None
-
-
-class _Replica:
-    """An engine in the world: wakes it, and carries its answers back."""
-
-    __slots__ = (
-        "_alarm", "_callbacks", "_env", "_on_finished", "_on_first", "_priority", "_world",
-        "engine", "entry_ns", "exit_ns", "id", "spec", "token_out_ns",
-    )  # fmt: skip
-
-    def __init__(self, world: World, spec: ReplicaSpec, skip: bool) -> None:
-        self._world = world
-        self._env = world.env
-        self._priority = ENGINES + spec.id
-        self._alarm: _Event | None = None
-        self._callbacks: Callbacks = [self._wake]
-        self._on_first: Callbacks = [world.first_token]
-        self._on_finished: Callbacks = [world.finished]
-        self.id = spec.id
-        self.spec = spec
-        network_ns = world.settings.network_ns
-        overheads = spec.profile.overheads
-        self.entry_ns = (
-            world.settings.gateway_ns + network_ns + round(overheads.request_in_ns.value)
-        )
-        self.exit_ns = network_ns + round(overheads.request_out_ns.value)
-        self.token_out_ns = round(overheads.token_out_ns.value)
-        self.engine = Engine(spec.settings, spec.cost, self._first, self._finish, skip)
-
-    def submit(self, seq: Sequence, now_ns: int) -> None:
-        self.engine.submit(seq, now_ns + self.entry_ns)
-        self._rearm(now_ns)
-
-    def abort(self, request: int, now_ns: int) -> None:
-        self.engine.abort(request, now_ns + self._world.settings.network_ns)
-        self._rearm(now_ns)
-
-    def _rearm(self, now_ns: int) -> None:
-        """Set the alarm to when the engine wants to wake; an old alarm is ignored when it rings."""
-        wake_ns = self.engine.next_wake_ns
-        alarm = self._alarm
-        if alarm is not None and alarm._value == wake_ns:
-            return
-        if wake_ns is None:
-            self._alarm = None
-            return
-        self._alarm = alarm = _Event(self._callbacks, wake_ns)
-        self._env.schedule(alarm, self._priority, wake_ns - now_ns)
-
-    def _wake(self, event: simpy.Event) -> None:
-        if event is not self._alarm:
-            return
-        now_ns = event._value
-        engine = self.engine
-        engine.wake(now_ns)
-        wake_ns = engine.next_wake_ns
-        if wake_ns is None:
-            self._alarm = None
-            return
-        event._value = wake_ns  # the event has just left SimPy's queue and can go in again
-        event.callbacks = self._callbacks
-        self._env.schedule(event, self._priority, wake_ns - now_ns)
-
-    def _first(self, seq: Sequence, at_ns: int) -> None:
-        call: _Call | None = seq.data
-        if call is None or call.seq is not seq:  # settled, or sent elsewhere: nobody listens
-            return
-        call.first_ns = at_ns
-        delay_ns = at_ns - self.engine.now_ns + self.token_out_ns + self._world.settings.network_ns
-        self._env.schedule(_Event(self._on_first, seq), DELIVERIES, delay_ns)
-
-    def _finish(self, seq: Sequence) -> None:
-        call: _Call | None = seq.data
-        if call is None or call.seq is not seq:
-            return
-        call.last_ns = self.engine.now_ns
-        delay_ns = self.exit_ns
-        if not seq.pooling:
-            delay_ns += self.token_out_ns * seq.outputs
-        self._env.schedule(_Event(self._on_finished, seq), DELIVERIES, delay_ns)
-
-
-def _busyness(sample: Sample) -> int:
-    return sample.queued + sample.waiting
+    def verdict(
+        self, request: int, first_correct: bool, second_correct: bool
+    ) -> Literal["match", "mismatch"]:
+        """Whether two answers to the same request agree."""
+        ...
 
 
 class World:
     """One run: a fleet, a policy and a stream of requests.
 
     Args:
-        fleet: the replicas, all up from the start.
+        fleet: the replicas that are up from the start, numbered from 0.
         policy: any ``policy.contract.Policy``.
         log: the decision log.
         settled: called with each chunk, in order, once all of its requests are settled.
         skip: let the engines skip what changes nothing.
+        standbys: replicas that can be started; their numbers follow the fleet's.
+        faults: what goes wrong, and when.
+        answers: what the engines answer; None: answers have no features.
+        cards: how cards heat up and how busy their links are; None: nobody reads them.
+        seed: of everything drawn here.
+
+    Raises:
+        WorldError: the replicas are not numbered in a row.
+        twin.faults.FaultError: a fault that cannot happen here.
     """
 
     __slots__ = (
-        "_calls", "_chunks", "_more", "_next_id", "_on_arrival", "_sample_every_ns", "_settled",
-        "_source", "env", "queued", "refused", "replicas", "runner", "samples", "settings",
+        "_answers", "_cards", "_chunks", "_more", "_next_id", "_on_arrival", "_quiet_sweeps",
+        "_settled", "_source", "_swept", "calls", "clients", "cold_start_factor", "env", "errands",
+        "faults", "keeps_version", "link_dice", "queued", "refused", "replicas", "retry_attempts",
+        "runner", "seed", "settings", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -247,26 +218,56 @@ class World:
         settled: Callable[[Chunk], None],
         settings: WorldSettings | None = None,
         skip: bool = True,
+        *,
+        standbys: Series[ReplicaSpec] = (),
+        faults: Series[Fault] = (),
+        answers: AnswerModel | None = None,
+        cards: CardSettings | None = None,
+        seed: int = 0,
     ) -> None:
         self.settings = settings or WorldSettings()
+        self.seed = seed
         env: Any = simpy.Environment()  # its time may be a float: here it never is
         self.env = env
-        self.samples: list[Sample] = []
-        self._sample_every_ns = self.settings.sample_every_ns
         self.queued = 0
         """Arrived, and neither in flight nor settled."""
         self.refused = 0
         """Events that the policy found illegal: always 0 unless there is a fault in the code."""
+        self.clients = 0
+        """Clients that may still ask: while there are any, the world goes on."""
+        self.retry_attempts = 0
+        """How often clients try again in a retry storm; 0: there is none."""
+        self.cold_start_factor = Fraction(1)
+        self.keeps_version = False
+        """Replicas that are started load the version they had."""
+        self.calls: dict[int, Call] = {}
+        """Open requests, in order of arrival."""
+        self.link_dice = Dice(seed, "link")
+        self._answers = answers
         self._settled = settled
         self._chunks: list[Chunk] = []
-        self._calls: dict[int, _Call] = {}
         self._next_id = 0
+        self._swept = 0
+        """Requests that were settled by the last sweep."""
+        self._quiet_sweeps = 0
         self._source: Iterator[Chunk] = iter(())
         self._on_arrival: Callbacks = [self._arrive]
         self._more = True
         clock = partial(attrgetter("_now"), env)  # env.now is a property: a call more, each time
         self.runner = Runner(policy, clock, self._apply, self._arm, log)
-        self.replicas = [_Replica(self, spec, skip) for spec in fleet]
+        self.errands = Errands(self)
+        specs = [*fleet, *standbys]
+        if [spec.id for spec in specs] != list(range(len(specs))):
+            raise WorldError(
+                f"replicas have the ids {[spec.id for spec in specs]}: number the fleet and then "
+                "the standbys in a row from 0"
+            )
+        self.replicas = [
+            Replica(self, spec, skip, "up" if spec.id < len(fleet) else "standby") for spec in specs
+        ]
+        self.watch = Watch(self)
+        self._cards = Cards(self, cards) if cards is not None else None
+        self.faults = Injector(self, faults, self._cards)
 
     @property
     def now_ns(self) -> int:
@@ -278,26 +279,47 @@ class World:
         Raises:
             WorldError: requests were left without an outcome.
         """
-        self._source = chunks
+        self._source = self.faults.repeated(chunks)
         for replica in self.replicas:
-            self.runner.feed(replica.spec.up())
+            if replica.state == "up":
+                self.runner.feed(replica.spec.up(replica.version))
+            else:
+                self.runner.feed(replica.standby())
         self._next_chunk()
-        if self.settings.sample_every_ns:
-            self._sample(None)
-        if self.settings.scrape_every_ns:
-            self._after(self.settings.scrape_every_ns, self._scrape)
+        self.watch.begin()
+        self.faults.begin()
+        if self._cards is not None:
+            self._cards.begin()
+        self.after(self.settings.call_timeout_ns // 2, self._sweep)
         self.env.run()
-        if self._calls:
-            left = ", ".join(str(request) for request in list(self._calls)[:5])
-            raise WorldError(
-                f"{len(self._calls)} requests were never settled (first ids: {left}): "
-                "the policy lost them"
-            )
+        if self.calls:
+            raise self._lost_requests()
+
+    def _lost_requests(self) -> WorldError:
+        left = ", ".join(str(request) for request in list(self.calls)[:5])
+        return WorldError(
+            f"{len(self.calls)} requests were never settled (first ids: {left}): "
+            "the policy lost them"
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything may still arrive or has to be settled."""
+        return self._more or self.clients > 0 or bool(self.calls)
+
+    @property
+    def arrived(self) -> int:
+        """Requests so far."""
+        return self._next_id
+
+    @property
+    def samples(self) -> list[Sample]:
+        return self.watch.samples
 
     def gpu_busy_share(self, span_ns: int) -> list[float]:
         """By replica: for what share of ``span_ns`` a step was running."""
         ticks = span_ns << TICK_BITS
-        return [replica.engine.busy_ticks / ticks if ticks else 0.0 for replica in self.replicas]
+        return [replica.busy_ticks / ticks if ticks else 0.0 for replica in self.replicas]
 
     # ---- arrivals ----
 
@@ -308,7 +330,7 @@ class World:
             return
         self._chunks.append(chunk)
         at_ns = chunk.arrival_ns[0]
-        event = _Event(self._on_arrival, [chunk, 0])
+        event = Event(self._on_arrival, [chunk, 0])
         self.env.schedule(event, ARRIVALS, max(0, at_ns - self.now_ns))
 
     def _arrive(self, event: simpy.Event) -> None:
@@ -331,7 +353,7 @@ class World:
     def _arrived(self, chunk: Chunk, row: int, now_ns: int) -> None:
         request = self._next_id
         self._next_id = request + 1
-        self._calls[request] = _Call(chunk, row, now_ns)
+        self.calls[request] = Call(chunk, row, now_ns)
         self.queued += 1
         prefix = chunk.prefix[row]
         self.runner.feed(
@@ -343,16 +365,51 @@ class World:
             )
         )  # fmt: skip
 
+    # ---- clients ----
+
+    def offer(self, asked: Asked) -> int:
+        """A client asks, now; returns the request's id."""
+        request = self._next_id
+        self._next_id = request + 1
+        now_ns = self.now_ns
+        asked.arrival_ns[0] = now_ns
+        self.calls[request] = Call(asked, 0, now_ns)
+        self.queued += 1
+        prefix = asked.prefix[0]
+        self.runner.feed(
+            Arrived(
+                request, asked.model[0], asked.endpoint[0], asked.prompt_bytes[0],
+                asked.max_tokens[0], asked.sla[0], asked.line[0], asked.user[0], asked.session[0],
+                asked.deadline_ns[0], 1, asked.stream, prefix,
+                4 * asked.prefix_block_tokens[0] if prefix else 0, asked.chain, asked.step,
+                asked.resume,
+            )
+        )  # fmt: skip
+        return request
+
+    def listens_to(self, seq: Sequence) -> bool:
+        """Whether the controller still waits for what comes of ``seq``."""
+        call: Call | None = seq.data
+        if call is None:
+            return False
+        return call.seq is seq or (call.second is not None and call.second.seq is seq)
+
+    def cancel(self, request: int) -> None:
+        """The client of a request goes away, now; nothing happens if it is settled already."""
+        self.runner.feed(Cancelled(request))
+
+    def after(self, delay_ns: int, callback: Callable[[simpy.Event], None]) -> None:
+        """Call back that much later, among the deliveries of that instant."""
+        self.env.schedule(Event([callback]), DELIVERIES, delay_ns)
+
     # ---- the policy's driver ----
 
     def _arm(self, at_ns: int) -> None:
-        self._after(max(0, at_ns - self.now_ns), self._tick)
+        self.after(max(0, at_ns - self.now_ns), self._tick)
 
     def _tick(self, event: simpy.Event) -> None:
-        self.runner.tick()
-
-    def _after(self, delay_ns: int, callback: Callable[[simpy.Event], None]) -> None:
-        self.env.schedule(_Event([callback]), DELIVERIES, delay_ns)
+        if self.alive:  # a policy that wants to be ticked for ever would never let it end
+            self.runner.tick()
 
     def _apply(self, decision: Decision) -> None:
         kind = type(decision)
@@ -361,48 +418,64 @@ class World:
         elif kind is Settled:
             self._settle(decision)  # type: ignore[arg-type]
         elif kind is Abort:
-            self.replicas[decision.replica].abort(decision.request, self.now_ns)  # type: ignore[union-attr]
+            self._abort(decision)  # type: ignore[arg-type]
         elif kind is Refused:
             self.refused += 1
+        else:
+            self.errands.run(decision)
 
     def _dispatch(self, decision: Dispatch) -> None:
         request = decision.request
-        call = self._open(request)
+        call = self.open_call(request)
         chunk = call.chunk
         row = call.row
         now_ns = self.env._now
-        if call.dispatched_ns < 0:
+        if call.seq is None:
             self.queued -= 1
         call.dispatched_ns = now_ns
-        call.first_ns = call.first_out_ns = -1
+        call.first_ns = call.first_out_ns = call.last_ns = call.answered_ns = -1
         call.replica = decision.replica
+        call.model = decision.model
         call.tries += 1
         call.seq = seq = Sequence(
             request, chunk.prompt_tokens[row], chunk.output_tokens[row], chunk.max_tokens[row],
             decision.priority, chunk.endpoint[row] == "embeddings", chunk.prefix[row],
             chunk.prefix_block_tokens[row], call,
         )  # fmt: skip
+        replica = self.replicas[decision.replica]
         try:
-            self.replicas[decision.replica].submit(seq, now_ns)
-        except UnfitError:
-            self._after_reject(request, decision.replica)
+            replica.submit(seq, now_ns)
+        except UnfitError:  # the server answers 400 after it has looked at the request
+            self.fail(call, seq, "rejected", replica.entry_ns + self.settings.network_ns)
 
-    def _open(self, request: int) -> _Call:
-        call = self._calls.get(request)
+    def _abort(self, decision: Abort) -> None:
+        """Close the connection: nothing that is still on its way back is heard."""
+        call = self.calls.get(decision.request)
+        if call is not None:
+            self.errands.abort_second(call)
+            if call.replica == decision.replica:
+                self._detach(call)
+                if call.gone is not None:
+                    call.gone.data = None
+        self.replicas[decision.replica].abort(decision.request, self.now_ns)
+
+    def _detach(self, call: Call) -> None:
+        """Nobody listens to the present try any more."""
+        if call.seq is not None:
+            call.gone = call.seq
+            call.seq = None
+            self.queued += 1
+
+    def open_call(self, request: int) -> Call:
+        call = self.calls.get(request)
         if call is None:
             raise WorldError(f"the policy decided on request {request}, which is not open")
         return call
 
-    def _after_reject(self, request: int, replica: int) -> None:
-        """The server answers 400 after it has looked at the request."""
-        failed = Failed(request, replica, "rejected")
-        delay_ns = self.replicas[replica].entry_ns + self.settings.network_ns
-        self._after(delay_ns, lambda event: self.runner.feed(failed))
-
     def first_token(self, event: simpy.Event) -> None:
         """A first token is back at the controller."""
         seq: Sequence = event._value
-        call = self._calls.get(seq.id)
+        call = self.calls.get(seq.id)
         if call is not None and call.seq is seq:
             call.first_out_ns = self.env._now
             self.runner.feed(FirstToken(seq.id, call.replica))
@@ -410,74 +483,138 @@ class World:
     def finished(self, event: simpy.Event) -> None:
         """An answer is complete at the controller."""
         seq: Sequence = event._value
-        call = self._calls.get(seq.id)
+        call = self.calls.get(seq.id)
         if call is not None and call.seq is seq:
             output_tokens = 0 if seq.pooling else seq.outputs
+            seen: list[Any] = []
+            call.answered_ns = self.env._now
+            features = self.features(call, seq, call.replica)
+            if features is not None:
+                *seen, correct = features
+                call.correct = int(correct)
             self.runner.feed(
-                Finished(seq.id, call.replica, seq.prompt_tokens, seq.cached_tokens, output_tokens)
+                Finished(
+                    seq.id, call.replica, seq.prompt_tokens, seq.cached_tokens, output_tokens, *seen
+                )
             )
 
+    def features(self, call: Call, seq: Sequence, where: int) -> Features | None:
+        """Of the answer that replica ``where`` gave; None for an embedding or without a model."""
+        if self._answers is None or seq.pooling:
+            return None
+        replica = self.replicas[where]
+        chunk = call.chunk
+        model = call.model or chunk.model[call.row]
+        return self._answers.features(
+            max(seq.id, ~seq.id),
+            chunk,
+            call.row,
+            replica=where,
+            version=replica.version,
+            model=model,
+            in_flight=replica.engine.held,
+            shift_permille=self.faults.shift_permille(replica),
+            now_ns=self.now_ns,
+        )
+
+    def agree(self, request: int, first: int, second: int) -> Literal["match", "mismatch"]:
+        """Whether two answers to a request agree; without a model they do."""
+        if self._answers is None:
+            return "match"
+        return self._answers.verdict(request, first == 1, second == 1)
+
     def _settle(self, decision: Settled) -> None:
-        call = self._open(decision.request)
-        del self._calls[decision.request]
+        call = self.open_call(decision.request)
+        del self.calls[decision.request]
         seq = call.seq
         if seq is None:
             self.queued -= 1
+            seq = call.gone
+        if seq is None:
             scheduled_ns = -1
             cached_tokens = output_tokens = preemptions = 0
         else:
             scheduled_ns = seq.scheduled_ns
             cached_tokens = seq.cached_tokens
-            done = call.last_ns >= 0 and not seq.pooling
+            done = call.answered_ns >= 0 and not seq.pooling
             output_tokens = seq.outputs if done else 0
             preemptions = seq.preemptions
             seq.data = None  # each held the other: free both now, not at the collector's leisure
+            if call.second is not None:
+                call.second.seq.data = None
         chunk = call.chunk
         chunk.results[call.row] = Result(
             decision.outcome, decision.why, decision.tier, decision.http_code, call.replica,
             call.tries, call.arrival_ns, self.env._now, call.dispatched_ns, scheduled_ns,
             call.first_ns, call.last_ns, call.first_out_ns, cached_tokens, output_tokens,
-            preemptions,
+            preemptions, decision.confidence_permille, decision.verification, call.correct,
+            call.answered_ns,
         )  # fmt: skip
         chunk.open -= 1
         if not chunk.open:
-            chunks = self._chunks
-            while chunks and not chunks[0].open:
-                self._settled(chunks.pop(0))
+            self._close(chunk, decision)
 
-    # ---- watching ----
+    def _close(self, chunk: Chunk | Asked, decision: Settled) -> None:
+        """All of ``chunk`` is settled."""
+        if isinstance(chunk, Asked):
+            chunk.settled(chunk.results[0], decision)
+            return
+        chunks = self._chunks
+        while chunks and not chunks[0].open:
+            self._settled(chunks.pop(0))
 
-    @property
-    def _alive(self) -> bool:
-        return self._more or bool(self._calls)
+    # ---- failures ----
 
-    def _sample(self, event: simpy.Event | None) -> None:
+    def fail(self, call: Call, seq: Sequence, kind: ErrorKind, delay_ns: int) -> None:
+        """Nothing will come of ``seq``: the policy hears so after a while, if it still matters."""
+        if call.second is not None and call.second.seq is seq:
+            self.after(delay_ns, lambda event: self.errands.verification_failed(call, seq))
+            return
+        request, replica = seq.id, call.replica
+        self._detach(call)
+
+        def tell(event: simpy.Event) -> None:
+            if seq.data is not None and call.gone is seq and call.seq is None:
+                self.runner.feed(Failed(request, replica, kind))
+
+        self.after(delay_ns, tell)
+
+    def lost(self, replica: Replica, reason: str, out_of_memory: Sequence | None) -> None:
+        """A replica's process is gone: each caller's connection breaks, then it is down."""
+        network_ns = self.settings.network_ns
+        for call in list(self.calls.values()):
+            seq = call.seq
+            if seq is not None and call.replica == replica.id and call.answered_ns < 0:
+                self.fail(call, seq, "oom" if seq is out_of_memory else "replica_lost", network_ns)
+            second = call.second
+            if second is not None and second.replica == replica.id:
+                self.fail(call, second.seq, "replica_lost", network_ns)
+        down = ReplicaDown(replica.id, reason)
+        self.after(network_ns, lambda event: self.runner.feed(down))
+
+    def _sweep(self, event: simpy.Event) -> None:
+        """Every half time-out: set a timer for each call whose time ends before the next sweep.
+
+        A timer for every call would cost more than the rest of its driver.
+        """
         now_ns = self.now_ns
-        running = waiting = 0
-        used = []
-        for replica in self.replicas:
-            load = replica.engine.observe(now_ns)
-            running += load.running
-            waiting += load.waiting
-            used.append(1000 * load.kv_blocks_used // (replica.spec.settings.kv_blocks - 1))
-        samples = self.samples
-        samples.append(Sample(now_ns, self.queued, running, waiting, tuple(used), self._next_id))
-        if len(samples) >= self.settings.samples_max:
-            pairs = (samples[at : at + 2] for at in range(0, len(samples), 2))
-            samples[:] = [max(pair, key=_busyness) for pair in pairs]
-            self._sample_every_ns *= 2
-        if self._alive:
-            self._after(self._sample_every_ns, self._sample)
+        limit_ns = self.settings.call_timeout_ns
+        period_ns = limit_ns // 2
+        for call in self.calls.values():
+            seq = call.seq
+            left_ns = call.dispatched_ns + limit_ns - now_ns
+            if seq is not None and call.answered_ns < 0 and 0 < left_ns <= period_ns:
+                self.after(left_ns, partial(self._time_out, call, seq))
+            self.errands.watch_second(call, now_ns)
+        settled = self._next_id - len(self.calls)
+        moved = settled != self._swept or self._more or self.clients > 0
+        self._quiet_sweeps = 0 if moved else self._quiet_sweeps + 1
+        self._swept = settled
+        if self._quiet_sweeps == QUIET_SWEEPS_MOST and self.calls:
+            raise self._lost_requests()
+        if self.alive:
+            self.after(period_ns, self._sweep)
 
-    def _scrape(self, event: simpy.Event) -> None:
-        now_ns = self.now_ns
-        age_ns = self.settings.scrape_age_ns
-        for replica in self.replicas:
-            load = replica.engine.observe(now_ns)
-            used = 1000 * load.kv_blocks_used // (replica.spec.settings.kv_blocks - 1)
-            scraped = Scraped(
-                replica.id, load.running, load.waiting, used, replica.engine.preemptions, age_ns
-            )
-            self._after(age_ns, lambda event, scraped=scraped: self.runner.feed(scraped))  # type: ignore[misc]
-        if self._alive:
-            self._after(self.settings.scrape_every_ns, self._scrape)
+    def _time_out(self, call: Call, seq: Sequence, event: simpy.Event) -> None:
+        if call.seq is seq and call.answered_ns < 0:
+            self.fail(call, seq, "timeout", 0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ def render(parameters: Parameters, comments: bool = True) -> str:
 def _rendered(section: msgspec.Struct, indent: str, comments: bool) -> Iterator[str]:
     for field in msgspec.structs.fields(section):
         value: object = getattr(section, field.name)
-        if isinstance(value, msgspec.Struct):
+        if isinstance(value, Struct):
             yield ""
             if comments:
                 doc = " ".join((type(value).__doc__ or "").split())
@@ -32,7 +32,29 @@ def _rendered(section: msgspec.Struct, indent: str, comments: bool) -> Iterator[
             continue
         if comments:
             yield from _comment(_described(field), indent)
+        items = _sections(value)
+        if items:
+            yield f"{indent}{field.encode_name}:"
+            for key, item in items:
+                lines = list(_rendered(item, indent + "    ", comments=False))
+                if key == "-":
+                    lines[0] = f"{indent}  - {lines[0].strip()}"
+                else:
+                    yield f"{indent}  {key}"
+                yield from lines
+            continue
         yield f"{indent}{field.encode_name}: {_scalar(value)}"
+
+
+def _sections(value: object) -> list[tuple[str, msgspec.Struct]]:
+    """The parts of a list or a mapping of sections, each with what stands before it."""
+    if isinstance(value, dict):
+        pairs = cast("dict[str, object]", value).items()
+        return [(f"{_scalar(key)}:", item) for key, item in pairs if isinstance(item, Struct)]
+    if isinstance(value, tuple):
+        items = cast("tuple[object, ...]", value)
+        return [("-", item) for item in items if isinstance(item, Struct)]
+    return []
 
 
 def _described(field: msgspec.structs.FieldInfo) -> str:
@@ -43,7 +65,7 @@ def _described(field: msgspec.structs.FieldInfo) -> str:
         low, high = bounds[-1]
         text += f" [{low}..{high}]" if high is not None else f" [{low}..]"
     default = field.default
-    if default is not msgspec.NODEFAULT:
+    if default is not msgspec.NODEFAULT and not _sections(default):
         text += f" Default {_scalar(default)}."
     return text
 

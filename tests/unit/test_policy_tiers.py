@@ -12,13 +12,13 @@ from policy.events import Cancelled, ReplicaDown, Ticked
 from policy.facts import Recent
 from policy.parameters import Classes, Line, Tiers
 from policy.tiers import BATCH, FALLBACK, LENT, STABLE, TFLOP, TURBO, Job, Pool, Tags
-from tests.policy_support import MS, Bench, Checked, S, arrived, parameters, up
+from tests.policy_support import QUEUE_ALONE, MS, Bench, Checked, S, arrived, parameters, up
 
 SHARES = (0, 150, 200, 100, 50)
 
 
 def tiered(replicas: int = 1, spec: dict[str, Any] | None = None, **sections: Any) -> Checked:
-    checked = Checked(parameters("tiered", **sections))
+    checked = Checked(parameters("tiered", **(QUEUE_ALONE | sections)))
     for replica in range(replicas):
         checked.bring_up(up(replica, **(spec or {})))
     return checked

@@ -126,6 +126,7 @@ def result(
             40,
             0,
             1,
+            answered_ns=e2e_ns,
         )
     return Result(outcome, why, tier, 503, -1, 0, 0, e2e_ns, -1, -1, -1, -1, -1, 0, 0, 0)
 

@@ -4,7 +4,7 @@
 """
 
 from twin.engine.blocks import BlockPool
-from twin.engine.scheduler import Engine, EngineError, Load, StepRecord, UnfitError
+from twin.engine.scheduler import Engine, EngineError, Load, StepRecord, Totals, UnfitError
 from twin.engine.sequence import EngineSettings, Sequence
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "Load",
     "Sequence",
     "StepRecord",
+    "Totals",
     "UnfitError",
 ]

@@ -12,6 +12,9 @@ How blocks are counted: a decoding sequence that has computed c tokens before st
 ``offset`` s - c, and needs a new block whenever c is a multiple of the block size, so step s needs
 ``_phase[s % block_tokens]`` new blocks in all. ``_phase`` is stored twice in a row so that any run
 of steps is one slice.
+
+What goes wrong with a card: ``slow`` changes the price of a step from the next decision on, and
+``stall`` holds everything up. Both give the same run whether steps are skipped or not.
 """
 
 from __future__ import annotations
@@ -19,17 +22,17 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from policy.cost import StepCost
 from twin.engine.blocks import BlockPool, path_keys
 from twin.engine.sequence import DECODE, DONE, ENDING, INBOX, PREFILL, WAITING
-from twin.engine.steptime import TICK_BITS, steps_to_reach
+from twin.engine.steptime import TICK_BITS, span_ticks, steps_to_reach
 from twin.engine.waiting import FcfsQueue, PriorityQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from policy.cost import StepCost
     from twin.engine.blocks import Hit
     from twin.engine.sequence import EngineSettings, Sequence
 
@@ -72,6 +75,15 @@ class Load(NamedTuple):
     kv_blocks_used: int
 
 
+class Totals(NamedTuple):
+    """What an engine has done so far."""
+
+    steps: int
+    output_tokens: int
+    """Tokens put out, those of a step run too far included; an embedding counts as one."""
+    busy_ticks: int
+
+
 class Engine:
     """One replica's engine.
 
@@ -90,11 +102,11 @@ class Engine:
     __slots__ = (
         "_admissions", "_batch", "_block_tokens", "_blocked", "_by_id", "_by_priority",
         "_decide_ticks", "_end_ticks", "_ends", "_finished", "_first_ticks", "_growth_ticks",
-        "_inbox", "_inbox_aborts", "_inbox_serial", "_kv_tokens", "_lag", "_mode",
-        "_on_finish", "_on_first", "_on_step", "_outputs", "_partial", "_partial_blocks",
-        "_partial_tokens", "_phase", "_pool", "_preempted", "_running", "_scheduled", "_skip",
-        "_span", "_step", "_waiting", "busy_ticks", "cost", "next_wake_ns", "now_ns",
-        "preemptions", "prefix_tokens_hit", "prefix_tokens_queried", "settings", "steps",
+        "_inbox", "_inbox_notices", "_inbox_serial", "_kv_tokens", "_lag", "_mode", "_on_finish",
+        "_on_first", "_on_step", "_outputs", "_partial", "_partial_blocks", "_partial_tokens",
+        "_phase", "_pool", "_preempted", "_running", "_scheduled", "_skip", "_span", "_step",
+        "_waiting", "busy_ticks", "cost", "next_wake_ns", "now_ns", "output_tokens", "preemptions",
+        "prefix_tokens_hit", "prefix_tokens_queried", "settings", "steps",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +128,7 @@ class Engine:
         """Steps that computed something."""
         self.preemptions = 0
         self.busy_ticks = 0
+        self.output_tokens = 0
         self.prefix_tokens_queried = 0
         self.prefix_tokens_hit = 0
         self._on_first = on_first
@@ -143,10 +156,11 @@ class Engine:
         self._growth_ticks = 0
         self._blocked = False
         """The head of the waiting queue cannot be admitted before the batch changes."""
-        self._inbox: list[tuple[int, int, bool, Sequence]] = []
-        """(visible after, serial, is an abort, sequence), sorted."""
+        self._inbox: list[tuple[int, int, bool, Any]] = []
+        """(visible after, serial, is a notice, what), sorted. What arrives is a sequence; a notice
+        is the sequence to abort, or the cost to go on with."""
         self._inbox_serial = 0
-        self._inbox_aborts = 0
+        self._inbox_notices = 0
         self._by_id: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         """RUNNING, in order: the key counts admissions."""
@@ -227,9 +241,45 @@ class Engine:
         seq = self._by_id.pop(id, None)
         if seq is None:
             return False
-        self._inbox_aborts += 1
         self._post(max(at_ns, seq.arrival_ns), True, seq)
         return True
+
+    def slow(self, cost: StepCost, at_ns: int) -> None:
+        """From the first decision strictly after ``at_ns`` on, steps cost this."""
+        self._post(at_ns, True, cost)
+
+    def stall(self, at_ns: int, for_ns: int) -> None:
+        """Nothing moves from ``at_ns`` on: what would happen then or later is ``for_ns`` late.
+
+        First tokens that were told ahead are the owner's to hold back. ``at_ns`` is the present,
+        and decisions due at it have not been taken.
+        """
+        if self._mode == SPAN and self._span:
+            steps = min(self._decisions_until(at_ns - 1), self._span)
+            if steps:
+                self._advance(steps)
+                self._span -= steps
+                self._first_ticks += self._growth_ticks * steps
+        ticks = for_ns << TICK_BITS
+        if self._decide_ticks >> TICK_BITS >= at_ns:
+            self._decide_ticks += ticks
+        if self._end_ticks >> TICK_BITS >= at_ns:
+            self._end_ticks += ticks
+        elif self._mode == IDLE:
+            self._end_ticks = (at_ns + for_ns) << TICK_BITS
+        if self._mode == SPAN:
+            if self._batch and self._inbox:  # fewer steps pass now until it is looked into
+                self._span = self._steps_until_inbox(self._span)
+            self.next_wake_ns = self._decided_at(self._span) >> TICK_BITS
+        elif self._mode == STEP:
+            self.next_wake_ns = self._decide_ticks >> TICK_BITS
+        elif self._inbox:
+            self.next_wake_ns = self._idle_until()
+
+    @property
+    def held(self) -> int:
+        """Requests that it was handed and has neither finished nor been told to drop."""
+        return len(self._by_id)
 
     def observe(self, now_ns: int) -> Load:
         """Running, waiting and blocks in use after the decisions taken before ``now_ns``.
@@ -242,8 +292,18 @@ class Engine:
             used += self._blocks_for(taken)
         waiting = len(self._waiting)
         if self._inbox:
-            waiting += sum(1 for at, _, abort, _ in self._inbox if at < now_ns and not abort)
+            waiting += sum(1 for at, _, notice, _ in self._inbox if at < now_ns and not notice)
         return Load(len(self._running), waiting, used)
+
+    def totals(self, now_ns: int) -> Totals:
+        """Of the steps decided before ``now_ns``. Nothing changes."""
+        taken = 0
+        tokens, ticks = self.output_tokens, self.busy_ticks
+        if self._mode == SPAN and self._batch and self._span:
+            taken = min(self._decisions_until(now_ns - 1), self._span)
+            tokens += self._batch * taken
+            ticks += span_ticks(taken, self._first_ticks, self._growth_ticks)
+        return Totals(self.steps + taken, tokens, ticks)
 
     def wake(self, now_ns: int) -> None:
         """Take the decision that is due at ``now_ns`` (= ``next_wake_ns``)."""
@@ -254,8 +314,8 @@ class Engine:
         elif self._mode == IDLE:
             self._decide_ticks = self._end_ticks = max(self._end_ticks, now_ns << TICK_BITS)
         self._mode = DECIDING
-        if self._inbox_aborts:
-            self._drain_aborts(now_ns)
+        if self._inbox_notices:
+            self._drain_notices(now_ns)
         step = self._step
         ends = self._ends
         ended = self._collect_ended(step) if ends and ends[0] >> ORDER_BITS == step else None
@@ -276,9 +336,11 @@ class Engine:
 
     # ---- inbox ----
 
-    def _post(self, at_ns: int, is_abort: bool, seq: Sequence) -> None:
+    def _post(self, at_ns: int, is_notice: bool, what: Any) -> None:
         self._inbox_serial += 1
-        item = (at_ns, self._inbox_serial, is_abort, seq)
+        if is_notice:
+            self._inbox_notices += 1
+        item = (at_ns, self._inbox_serial, is_notice, what)
         inbox = self._inbox
         if not inbox or inbox[-1][0] <= at_ns:
             inbox.append(item)
@@ -286,7 +348,7 @@ class Engine:
             insort(inbox, item)
         if self._mode == SPAN:
             # Behind a blocked head an arrival changes nothing before the batch does.
-            if is_abort or not self._blocked or self._waiting.overtakes(seq):
+            if is_notice or not self._blocked or self._waiting.overtakes(what):
                 steps = self._decisions_until(at_ns)
                 if steps < self._span:
                     self._span = steps
@@ -294,14 +356,17 @@ class Engine:
         elif self._mode == IDLE:
             self.next_wake_ns = self._idle_until()
 
-    def _drain_aborts(self, now_ns: int) -> None:
-        """Aborts come before the outputs of the step that has ended, arrivals after them."""
+    def _drain_notices(self, now_ns: int) -> None:
+        """Notices come before the outputs of the step that has ended, arrivals after them."""
         due = [item for item in self._inbox if item[2] and item[0] < now_ns]
         if due:
             self._inbox = [item for item in self._inbox if not (item[2] and item[0] < now_ns)]
-            self._inbox_aborts -= len(due)
-            for _, _, _, seq in due:
-                self._drop(seq)
+            self._inbox_notices -= len(due)
+            for _, _, _, what in due:
+                if isinstance(what, StepCost):
+                    self.cost = what
+                else:
+                    self._drop(what)
 
     def _drain_arrivals(self, now_ns: int) -> None:
         inbox = self._inbox
@@ -379,7 +444,9 @@ class Engine:
             self._end_ticks += passed
             self.busy_ticks += passed
             self.steps += steps
-            self._kv_tokens += batch * steps
+            tokens = batch * steps
+            self.output_tokens += tokens
+            self._kv_tokens += tokens
         else:
             self._decide_ticks = self._end_ticks
         self._step += steps
@@ -613,6 +680,7 @@ class Engine:
         else:
             ticks = 0
         self.busy_ticks += ticks
+        self.output_tokens += batch + len(done)
         self._kv_tokens += self._batch
         self._step = step + 1
         if self._lag:
@@ -856,7 +924,7 @@ class Engine:
         return True
 
     def _steps_until_inbox(self, steps: int) -> int:
-        if not self._blocked or self._by_priority or self._inbox_aborts:
+        if not self._blocked or self._by_priority or self._inbox_notices:
             return min(steps, self._decisions_until(self._inbox[0][0]))
         return steps
 

@@ -8,6 +8,14 @@ before, so step i of a span takes ``first + i * growth`` ticks.
 from __future__ import annotations
 
 from math import sqrt
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+    from policy.cost import StepCost
 
 TICK_BITS = 10
 NEVER = 1 << 60
@@ -37,3 +45,25 @@ def steps_to_reach(ticks: int, first: int, growth: int) -> int:
     while steps > 1 and span_ticks(steps - 1, first, growth) >= ticks:
         steps -= 1
     return steps
+
+
+def slowed(cost: StepCost, factor: Fraction, prefill_factor: Fraction) -> StepCost:
+    """The cost on a slow card; each coefficient is rounded to the nearest tick.
+
+    Args:
+        factor: every step takes this many times as long.
+        prefill_factor: and what is paid for each new token, once more this many times.
+    """
+    if factor == prefill_factor == 1:
+        return cost
+    return msgspec.structs.replace(
+        cost,
+        decode_fixed=round(cost.decode_fixed * factor),
+        prefill_fixed=round(cost.prefill_fixed * factor),
+        per_sequence=round(cost.per_sequence * factor),
+        per_kv_token=round(cost.per_kv_token * factor),
+        per_prefill_token=round(cost.per_prefill_token * factor * prefill_factor),
+        per_prefill_quad=round(cost.per_prefill_quad * factor),
+        padding=tuple(round(extra * factor) for extra in cost.padding),
+        per_logprobs_sequence=round(cost.per_logprobs_sequence * factor),
+    )

@@ -1,0 +1,371 @@
+"""Agent chains: one time budget for all steps of a chain, and checkpoints to resume from.
+
+The budget runs from the first step's arrival, whoever spends it. A step's share is its weight's
+part of what is left, against the steps after it: what one leaves over flows to those after it, and
+what one takes too much is taken from them. Steps may run beside each other.
+
+A step's name is what it is recognised by: once it has a checkpoint, it is answered from there and
+never paid for again. So a caller who repeats a step numbers it; steps without a name are never
+recognised. Two steps of one name at the same time both run, since neither has an answer yet.
+
+A chain belongs to its user. Once over, its steps are late. Who was told so, or begins another
+chain, may resume from a checkpoint: a new budget, with the steps up to that checkpoint done.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from policy.decisions import Decision
+    from policy.events import Arrived
+    from policy.parameters.chains import Chains as Section
+    from policy.parameters.chains import Plan
+
+NS_PER_MS = 1_000_000
+NO_CHAIN = ("", -1, -1)
+FAR_NS = 1 << 62
+AT_REST, SAVING = -1, -2
+
+
+class Ruling(msgspec.Struct, frozen=True):
+    """What becomes of a step. ``late``: the chain is over, so it is settled at once with the last
+    checkpoint. ``done``: it was answered before, and is again, from its checkpoint."""
+
+    kind: Literal["go", "late", "done"]
+    end_ns: int
+    """When the chain's budget ends."""
+    share_ns: int
+    """What the step may take from now; 0 unless it goes."""
+    checkpoint: str
+    """The step's own, if it is done; else the chain's last, or empty."""
+
+
+class Chain(msgspec.Struct, array_like=True):
+    """A chain. In a snapshot its times are relative."""
+
+    user: str
+    name: str
+    line: str
+    end_ns: int
+    next_step: int = 0
+    """Of the plan: the one after the furthest that came."""
+    over: bool = False
+    told: bool = False
+    """The client knows that it is over."""
+    external_ns: int = FAR_NS
+    """With a fixed limit: when the client's own step must be back."""
+    done: dict[str, str] = {}
+    """Steps by name, and their checkpoints, in order."""
+    inherited: int = 0
+    """How many of these, the first, another chain got."""
+    last: str = ""
+    """The newest checkpoint."""
+    open: list[int] = []
+    """Requests that went and are not answered, in order."""
+    unsettled: int = 0
+    """All its requests that are not settled."""
+
+
+class ChainsState(msgspec.Struct, array_like=True):
+    """All chains in canonical form, times relative to now."""
+
+    chains: list[Chain]
+    steps: list[tuple[int, str, str, str, int]]
+    """(request, user, chain, step, time until it ends its chain; or AT_REST, or SAVING)."""
+
+
+class _Plan:
+    """A plan, ready to be asked."""
+
+    __slots__ = ("at", "budget_ns", "external", "later", "weights")
+
+    def __init__(self, plan: Plan) -> None:
+        self.budget_ns = plan.budget_ms * NS_PER_MS
+        self.at = {step.name: place for place, step in enumerate(plan.steps)}
+        self.external = [step.external for step in plan.steps]
+        self.weights = [step.weight for step in plan.steps]
+        self.later = [sum(self.weights[place:]) for place in range(len(plan.steps) + 1)]
+        """Weights of a step and those after it."""
+
+
+class Chains:
+    """All chains of one policy."""
+
+    __slots__ = (
+        "_chains", "_chains_max", "_checkpoints", "_default", "_due", "_forget", "_keep_ns",
+        "_kept", "_open_max", "_plans", "_running", "_saving", "_step_limit_ns", "_step_weight",
+        "_steps", "_steps_max",
+    )  # fmt: skip
+
+    def __init__(self, section: Section) -> None:
+        self._default = _Plan(section.default)
+        self._plans = {line: _Plan(plan) for line, plan in section.lines.items()}
+        self._step_weight = section.step_weight
+        self._step_limit_ns = section.step_limit_ms * NS_PER_MS
+        self._checkpoints = section.checkpoints
+        self._steps_max = section.steps_max
+        self._keep_ns = section.keep_ms * NS_PER_MS
+        self._chains_max = section.chains_max
+        self._open_max = section.open_max
+        self._chains: dict[tuple[str, str], Chain] = {}
+        self._kept: dict[str, tuple[str, str]] = {}
+        """Whose a checkpoint is."""
+        self._steps: dict[int, tuple[Chain, str]] = {}
+        """What is not settled, with its step's name."""
+        self._running: dict[int, int] = {}
+        """Of these, what went: when its chain ends if it is not back."""
+        self._saving: set[int] = set()
+        """Of these, what is answered while its checkpoint is not safe yet."""
+        # Heaps: (when, request), where some may be settled; (when at the earliest, user, chain).
+        self._due: list[tuple[int, int]] = []
+        self._forget: list[tuple[int, str, str]] = []
+
+    # What happens to a step
+
+    def arrive(self, now_ns: int, event: Arrived) -> Ruling | None:
+        """None: it belongs to no chain."""
+        if not event.chain or len(self._steps) >= self._open_max:
+            return None
+        self._forget_old(now_ns)
+        chain = self._chains.get((event.user, event.chain))
+        if chain is None:
+            if len(self._chains) >= self._chains_max:
+                return None
+            chain = self._begun(now_ns, event)
+        elif now_ns >= chain.end_ns or now_ns > chain.external_ns:
+            chain.over = True
+        if chain.told and not chain.unsettled and event.resume in chain.done.values():
+            self._resumed(now_ns, chain, event.resume)
+        chain.unsettled += 1
+        self._steps[event.request] = (chain, event.step)
+        if chain.over:
+            chain.told = True
+            return Ruling("late", chain.end_ns, 0, chain.last)
+        if event.step and event.step in chain.done:
+            return Ruling("done", chain.end_ns, 0, chain.done[event.step])
+        return self._gone(now_ns, chain, event)
+
+    def answered(self, request: int) -> bool:
+        """Its answer is there: must the chain's state be saved before it is given out? Meanwhile
+        the end of the budget no longer ends it."""
+        if request not in self._running or not self._checkpoints:
+            return False
+        chain, step = self._steps[request]
+        if not self._may_save(chain, step):
+            return False
+        self._stop(chain, request)
+        self._saving.add(request)
+        return True
+
+    def saved(self, request: int, checkpoint: str) -> None:
+        """Its chain's state is safe; if another of its name was faster, that one's counts."""
+        if request not in self._saving or checkpoint in self._kept:
+            return
+        self._saving.remove(request)
+        chain, step = self._steps[request]
+        if not self._may_save(chain, step):
+            return
+        key = (chain.user, chain.name)
+        before = chain.done.pop(step, "")
+        if before and self._kept.get(before) == key:
+            del self._kept[before]
+        elif before:
+            chain.inherited -= 1
+        chain.done[step] = chain.last = checkpoint
+        self._kept[checkpoint] = key
+
+    def over(self, now_ns: int, request: int) -> tuple[str, int, int]:
+        """It is settled, whatever became of it: (checkpoint to resume from or "", what is left of
+        the budget, what the client's own next step may take); -1 where there is no such thing."""
+        known = self._steps.pop(request, None)
+        if known is None:
+            return NO_CHAIN
+        chain, step = known
+        chain.unsettled -= 1
+        if request in self._running:
+            self._stop(chain, request)
+        self._saving.discard(request)
+        left_ns = 0 if chain.over else max(0, chain.end_ns - now_ns)
+        checkpoint = (chain.done.get(step) if step else None) or chain.last
+        return checkpoint, left_ns, self._external_ns(now_ns, chain, step, left_ns)
+
+    def ended(self, now_ns: int) -> Sequence[int]:
+        """What is under way for chains whose budget has just ended. Said once."""
+        due = self._due
+        if not due or due[0][0] > now_ns:
+            return ()
+        requests: list[int] = []
+        while due and due[0][0] <= now_ns:
+            request = heappop(due)[1]
+            if request in self._running:
+                chain = self._steps[request][0]
+                chain.over = chain.told = True
+                for ended in chain.open:
+                    del self._running[ended]
+                requests += chain.open
+                chain.open = []
+        return requests
+
+    # What every mechanism has
+
+    def ticked(self, now_ns: int) -> Sequence[Decision]:
+        """Nothing by itself: ``ended`` is called at every tick too."""
+        return ()
+
+    def deadline_ns(self) -> int | None:
+        due = self._due
+        while due and due[0][1] not in self._running:
+            heappop(due)
+        return due[0][0] if due else None
+
+    def state(self, now_ns: int) -> ChainsState:
+        chains = [_moved(chain, -now_ns) for chain in self._chains.values()]
+        steps: list[tuple[int, str, str, str, int]] = []
+        for request, (chain, step) in sorted(self._steps.items()):
+            due_ns = self._running.get(request)
+            left_ns = SAVING if request in self._saving else AT_REST
+            if due_ns is not None:
+                left_ns = max(0, due_ns - now_ns)
+            steps.append((request, chain.user, chain.name, step, left_ns))
+        return ChainsState(chains, steps)
+
+    def load(self, state: ChainsState, now_ns: int) -> None:
+        """Go on from a state. Only before anything else."""
+        for saved in state.chains:
+            chain = _moved(saved, now_ns)
+            key = (chain.user, chain.name)
+            self._chains[key] = chain
+            self._kept.update(dict.fromkeys(_own(chain), key))
+            heappush(self._forget, (chain.end_ns, *key))
+        for request, user, name, step, left_ns in state.steps:
+            self._steps[request] = (self._chains[user, name], step)
+            if left_ns == SAVING:
+                self._saving.add(request)
+            elif left_ns != AT_REST:
+                self._running[request] = now_ns + left_ns
+                heappush(self._due, (now_ns + left_ns, request))
+
+    def size(self) -> int:
+        chains = len(self._chains) + len(self._kept)
+        return chains + len(self._steps) + len(self._running) + len(self._saving)
+
+    def size_most(self) -> int:
+        return self._chains_max * (1 + self._steps_max) + 2 * self._open_max
+
+    # Chains
+
+    def _begun(self, now_ns: int, event: Arrived) -> Chain:
+        key = (event.user, event.chain)
+        end_ns = now_ns + self._plans.get(event.line, self._default).budget_ns
+        chain = self._chains[key] = Chain(event.user, event.chain, event.line, end_ns)
+        heappush(self._forget, (end_ns, *key))
+        source = self._kept.get(event.resume)
+        if source is not None and source[0] == event.user:
+            chain.done = dict(self._chains[source].done)
+            chain.inherited = len(chain.done)
+            self._resumed(now_ns, chain, event.resume)
+        return chain
+
+    def _resumed(self, now_ns: int, chain: Chain, checkpoint: str) -> None:
+        """It goes on after the checkpoint, with a new budget."""
+        plan = self._plans.get(chain.line, self._default)
+        steps = list(chain.done)
+        places = list(chain.done.values()).index(checkpoint) + 1
+        for step in steps[places:]:
+            undone = chain.done.pop(step)
+            if self._kept.get(undone) == (chain.user, chain.name):
+                del self._kept[undone]
+        chain.inherited = min(chain.inherited, places)
+        chain.last = checkpoint
+        chain.over = chain.told = False
+        chain.end_ns = now_ns + plan.budget_ns
+        chain.external_ns = FAR_NS
+        chain.next_step = max(plan.at.get(step, -1) for step in steps[:places]) + 1
+
+    def _gone(self, now_ns: int, chain: Chain, event: Arrived) -> Ruling:
+        plan = self._plans.get(chain.line, self._default)
+        place = plan.at.get(event.step)
+        left_ns = chain.end_ns - now_ns
+        if place is None:
+            weight = self._step_weight
+            weights = weight + plan.later[chain.next_step]
+        else:
+            weight, weights = plan.weights[place], plan.later[place]
+            chain.next_step = max(chain.next_step, place + 1)
+        share_ns = self._share_ns(left_ns, weight, weights)
+        due_ns = now_ns + share_ns if self._step_limit_ns else chain.end_ns
+        chain.external_ns = FAR_NS
+        chain.open.append(event.request)
+        self._running[event.request] = due_ns
+        heappush(self._due, (due_ns, event.request))
+        return Ruling("go", chain.end_ns, share_ns, chain.last)
+
+    def _stop(self, chain: Chain, request: int) -> None:
+        """It runs no more, so the budget's end is nothing to it."""
+        del self._running[request]
+        chain.open.remove(request)
+        if len(self._due) > 64 + 2 * len(self._running):
+            self._due = [(due_ns, running) for running, due_ns in self._running.items()]
+            heapify(self._due)
+
+    def _may_save(self, chain: Chain, step: str) -> bool:
+        """Nameless steps replace each other's checkpoint; any other step has one."""
+        if step in chain.done:
+            return not step
+        return len(chain.done) < self._steps_max
+
+    def _share_ns(self, left_ns: int, weight: int, weights: int) -> int:
+        if self._step_limit_ns:
+            return min(self._step_limit_ns, left_ns)
+        return left_ns * weight // weights
+
+    def _external_ns(self, now_ns: int, chain: Chain, step: str, left_ns: int) -> int:
+        """What the client's own step may take, if it is the next one; else -1."""
+        plan = self._plans.get(chain.line, self._default)
+        place = plan.at[step] + 1 if step in plan.at else chain.next_step
+        if place == len(plan.weights) or not plan.external[place]:
+            return -1
+        share_ns = self._share_ns(left_ns, plan.weights[place], plan.later[place])
+        if self._step_limit_ns and place == chain.next_step:
+            chain.external_ns = now_ns + share_ns
+        return share_ns
+
+    def _forget_old(self, now_ns: int) -> None:
+        """Chains that were over for long; or just over, while there are too many."""
+        forget = self._forget
+        while forget:
+            end_ns, user, name = forget[0]
+            chain = self._chains[user, name]
+            if chain.end_ns > end_ns:  # it was resumed since
+                heapreplace(forget, (chain.end_ns, user, name))
+                continue
+            keep_ns = 0 if len(self._chains) >= self._chains_max else self._keep_ns
+            if chain.unsettled or now_ns < end_ns + keep_ns:
+                break
+            heappop(forget)
+            del self._chains[user, name]
+            for checkpoint in _own(chain):
+                del self._kept[checkpoint]
+
+
+def _own(chain: Chain) -> list[str]:
+    """The checkpoints that this chain itself got."""
+    return list(chain.done.values())[chain.inherited :]
+
+
+def _moved(chain: Chain, by_ns: int) -> Chain:
+    """A copy on another clock."""
+    external_ns = chain.external_ns
+    return msgspec.structs.replace(
+        chain,
+        end_ns=chain.end_ns + by_ns,
+        external_ns=external_ns if external_ns == FAR_NS else external_ns + by_ns,
+        done=dict(chain.done),
+        open=list(chain.open),
+    )

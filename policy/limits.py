@@ -1,0 +1,579 @@
+"""Limits: how many requests of a user, a session, a model, and of all, go on at once and a second.
+
+They pace: a request over a limit is parked, and released once all of its limits have room. Every
+limit is checked before any is charged. A rate is exact: in no half-open second do more go on.
+
+A session's requests go in order of arrival, and only its first is a candidate. The candidates of a
+user for one model form a lane, oldest first. While the user has room, its lanes stand in their
+models' order, where the user with the least service of late comes first. So whatever frees room
+touches the few keys concerned, never all that is parked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from policy.decisions import Decision
+    from policy.parameters.limits import Limits as Section
+
+PASS, PARKED, FULL = 0, 1, 2
+SECOND = 1_000_000_000
+UNLIMITED = 1 << 62
+SERVICE_MOST = 1 << 62  # service stays a 64-bit number in a snapshot
+HALVES_MOST = 20
+"""Half-lives after which all service is scaled down, so that it stays small."""
+KEEP_HALVES = 8
+"""Half-lives for which a quiet user's service is remembered: 1/256 of it is left."""
+# 2**10 * 2**(i/64), from 2**(1/64) in 1/2**32: what a token counts, i steps into a half-life.
+WEIGHTS = tuple(((4_341_736_423**i) << 10) >> (32 * i) for i in range(64))
+
+
+class KeyState(msgspec.Struct, array_like=True):
+    """A user, session or model. Ages are times before now."""
+
+    name: str
+    service: int
+    stamp_ages_ns: list[int]
+    """Of what went on within the last second, oldest first."""
+    last_age_ns: int
+
+
+class LimitsState(msgspec.Struct, array_like=True):
+    """The limits in canonical form. Requests are (request, user, session, model)."""
+
+    in_flight: list[tuple[int, str, str, str]]
+    parked: list[tuple[int, str, str, str]]
+    users: list[KeyState]
+    sessions: list[KeyState]
+    models: list[KeyState]
+    scale_age_ns: int
+    """Since the instant at which a token counted least."""
+
+
+class Key:
+    """Whose requests are counted: what goes on, and when it last did."""
+
+    __slots__ = (
+        "due_ns", "in_flight", "last_ns", "most", "name", "next_stamp", "rate", "stamps", "waits",
+    )  # fmt: skip
+    kind: ClassVar[int]
+
+    def __init__(self, name: str, rate: int, most: int) -> None:
+        self.name = name
+        self.rate = rate
+        self.most = most
+        self.in_flight = 0
+        self.waits = 0
+        """How many are parked."""
+        # A ring: the last ``rate`` instants at which a request went on.
+        self.stamps: list[int] = []
+        self.next_stamp = 0
+        self.last_ns = 0
+        """When a request last came or went on."""
+        self.due_ns = 0
+        """When its window slides, while something waits for that; else 0."""
+
+    def full(self, now_ns: int) -> bool:
+        if self.in_flight >= self.most:
+            return True
+        stamps = self.stamps
+        return len(stamps) == self.rate and now_ns - stamps[self.next_stamp] <= SECOND
+
+    def charge(self, now_ns: int) -> None:
+        self.in_flight += 1
+        self.last_ns = now_ns
+        rate, stamps = self.rate, self.stamps
+        if len(stamps) < rate:
+            stamps.append(now_ns)
+        elif rate > 0:
+            at = self.next_stamp
+            stamps[at] = now_ns
+            self.next_stamp = at + 1 if at + 1 < rate else 0
+
+
+class Session(Key):
+    """Goes in order of arrival."""
+
+    __slots__ = ("parked", "promoted")
+    kind = 0
+
+    def __init__(self, name: str, rate: int, most: int) -> None:
+        super().__init__(name, rate, most)
+        self.parked: list[int] = []
+        self.promoted = False
+        """Its first parked request is a candidate."""
+
+
+class Model(Key):
+    """Serves whoever was served least."""
+
+    __slots__ = ("order",)
+    kind = 1
+
+    def __init__(self, name: str, rate: int, most: int) -> None:
+        super().__init__(name, rate, most)
+        self.order: list[tuple[int, int]] = []
+        """(service of the user, oldest request) of the lanes of users that have room."""
+
+
+class Lane:
+    """A user's candidates for one model."""
+
+    __slots__ = ("model", "place", "requests")
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.requests: list[int] = []
+        self.place: tuple[int, int] | None = None
+        """Its entry in the model's order."""
+
+
+class User(Key):
+    """Has lanes, and was served so much."""
+
+    __slots__ = ("lanes", "service")
+    kind = 2
+
+    def __init__(self, name: str, rate: int, most: int) -> None:
+        super().__init__(name, rate, most)
+        self.lanes: dict[str, Lane] = {}
+        self.service = 0
+
+
+K = TypeVar("K", bound=Key)
+Keys = tuple[User, Session | None, Model]
+
+
+class Table(Generic[K]):
+    """The keys of one kind. Whoever was quiet for ``keep_ns`` is forgotten, and, when there are
+    more than ``keys_max``, who has nothing open. The key "" has no limits and always stays."""
+
+    __slots__ = ("_keep_ns", "_keys_max", "_line", "_make", "_most", "_rate", "keys")
+
+    def __init__(
+        self, make: Callable[[str, int, int], K], rate: int, most: int, keep_ns: int, keys_max: int
+    ) -> None:
+        self._make = make
+        self._rate = rate or -1
+        self._most = most or UNLIMITED
+        self._keep_ns = keep_ns
+        self._keys_max = keys_max
+        self._line: deque[K] = deque()
+        """All keys but "": the first is looked at next."""
+        self.keys: dict[str, K] = {"": make("", -1, UNLIMITED)}
+
+    def add(self, now_ns: int, name: str) -> K:
+        """A key that is not known. As many as three others are looked at, so that the quiet ones
+        go sooner than new ones come; more only while there are too many."""
+        line = self._line
+        looks = min(3, len(line))
+        while looks > 0 or len(self.keys) > self._keys_max:
+            looks -= 1
+            key = line.popleft()
+            quiet_ns = -1 if key.in_flight or key.waits else now_ns - key.last_ns
+            if quiet_ns >= self._keep_ns or (quiet_ns >= 0 and len(self.keys) > self._keys_max):
+                del self.keys[key.name]
+            else:
+                line.append(key)
+        added = self.keys[name] = self._make(name, self._rate, self._most)
+        added.last_ns = now_ns
+        line.append(added)
+        return added
+
+    def state(self, now_ns: int) -> list[KeyState]:
+        return [
+            KeyState(
+                key.name,
+                key.service if isinstance(key, User) else 0,
+                [
+                    now_ns - stamp
+                    for stamp in key.stamps[key.next_stamp :] + key.stamps[: key.next_stamp]
+                    if now_ns - stamp < SECOND
+                ],
+                now_ns - key.last_ns,
+            )
+            for key in (self.keys[""], *self._line)
+        ]
+
+    def load(self, states: list[KeyState], now_ns: int) -> None:
+        for state in states:
+            key = self.keys.get(state.name)
+            if key is None:
+                key = self.keys[state.name] = self._make(state.name, self._rate, self._most)
+                self._line.append(key)
+            if isinstance(key, User):
+                key.service = state.service
+            key.stamps = [now_ns - age_ns for age_ns in state.stamp_ages_ns]
+            key.last_ns = now_ns - state.last_age_ns
+
+
+class Limits:
+    """All limits of one policy."""
+
+    __slots__ = (
+        "_by_model", "_by_session", "_by_user", "_fair", "_global_most", "_half_life_ns",
+        "_in_flight", "_keys_max", "_models", "_now_ns", "_open_max", "_parked", "_parked_max",
+        "_request_tokens", "_scale_ns", "_sessions", "_timers", "_users", "_waiting", "_weight",
+        "_weight_until_ns",
+    )  # fmt: skip
+
+    def __init__(self, section: Section) -> None:
+        self._fair = section.order == "least_served"
+        self._global_most = section.global_in_flight_most or UNLIMITED
+        self._half_life_ns = section.half_life_s * SECOND
+        self._request_tokens = section.request_tokens if self._fair else 0
+        self._open_max = section.open_max
+        self._parked_max = section.parked_max
+        self._by_user = bool(section.user_per_s or section.user_in_flight_most) or self._fair
+        self._by_session = bool(section.session_per_s or section.session_in_flight_most)
+        self._by_model = bool(section.model_per_s or section.model_in_flight_most)
+        keep_ns = KEEP_HALVES * self._half_life_ns if self._fair else SECOND
+        keys_max = self._keys_max = section.keys_max
+        self._users = Table(
+            User, section.user_per_s, section.user_in_flight_most, keep_ns, keys_max
+        )
+        self._sessions = Table(
+            Session, section.session_per_s, section.session_in_flight_most, SECOND, keys_max
+        )
+        self._models = Table(
+            Model, section.model_per_s, section.model_in_flight_most, SECOND, keys_max
+        )
+        self._in_flight: dict[int, Keys] = {}
+        self._parked: dict[int, Keys] = {}
+        self._waiting: dict[str, Model] = {}
+        """Models in whose order somebody stands."""
+        self._timers: list[tuple[int, int, str]] = []
+        """(when, kind, name) of windows that slide, soonest first; one for each key at most."""
+        self._now_ns = 0
+        self._scale_ns = 0
+        self._weight = 0
+        self._weight_until_ns = 0
+
+    # What happens to a request
+
+    def arrive(self, now_ns: int, request: int, user: str, session: str, model: str) -> int:
+        """PASS: it is charged and goes on. PARKED: ``released`` gives it back in time."""
+        if len(self._in_flight) + len(self._parked) >= self._open_max:
+            return FULL
+        keys = self._keys(now_ns, user, session, model)
+        owner, turn, asked = keys
+        if (
+            owner.full(now_ns)
+            or (turn is not None and (turn.waits or turn.full(now_ns)))
+            or (self._by_model and asked.full(now_ns))
+            or len(self._in_flight) >= self._global_most
+            or (self._parked and self._others_first(now_ns))
+        ):
+            if len(self._parked) >= self._parked_max:
+                return FULL
+            self._park(now_ns, request, keys)
+            return PARKED
+        self._charge(now_ns, request, keys)
+        if self._parked:
+            self._room(now_ns, keys)
+        return PASS
+
+    def adopt(self, request: int, user: str, session: str, model: str) -> None:
+        """It went on under another policy: it counts as in flight, whatever the limits are.
+
+        Only before anything arrives here. What exceeds ``open_max`` is not counted.
+        """
+        if request in self._in_flight or len(self._in_flight) >= self._open_max:
+            return
+        keys = self._in_flight[request] = self._keys(0, user, session, model)
+        owner, turn, asked = keys
+        owner.in_flight += 1
+        if turn is not None:
+            turn.in_flight += 1
+        if self._by_model:
+            asked.in_flight += 1
+
+    def over(self, now_ns: int, request: int) -> None:
+        """It is settled, whatever became of it. ``released`` says who may go on now."""
+        keys = self._in_flight.pop(request, None)
+        if keys is None:
+            keys = self._parked.pop(request, None)
+            if keys is not None:
+                self._withdraw(request, keys)
+                self._room(now_ns, keys)
+            return
+        owner, turn, model = keys
+        owner.in_flight -= 1
+        if turn is not None:
+            turn.in_flight -= 1
+        if self._by_model:
+            model.in_flight -= 1
+        if self._parked:
+            self._room(now_ns, keys)
+
+    def served(self, now_ns: int, user: str, tokens: int) -> None:
+        """One of the user's requests took this many tokens of the service."""
+        owner = self._users.keys.get(user) if self._fair else None
+        if owner is not None:
+            self._add_service(now_ns, owner, tokens)
+            if owner.lanes:
+                self._stand(now_ns, owner)
+
+    def released(self, now_ns: int) -> Sequence[int]:
+        """Parked requests that go on now, in this order; each is charged."""
+        if not self._parked:
+            return ()
+        self._wake(now_ns)
+        gone: list[int] = []
+        while (request := self._first()) is not None:
+            keys = self._parked.pop(request)
+            self._withdraw(request, keys)
+            self._charge(now_ns, request, keys)
+            self._room(now_ns, keys)
+            gone.append(request)
+        return gone
+
+    def parked(self, request: int) -> bool:
+        return request in self._parked
+
+    # What every mechanism has
+
+    def ticked(self, now_ns: int) -> Sequence[Decision]:
+        """Nothing by itself: ``released`` is called at every tick too."""
+        self._wake(now_ns)
+        return ()
+
+    def deadline_ns(self) -> int | None:
+        """When a window slides for something parked; what is in flight may free it earlier."""
+        if self._waiting and self._first() is not None:
+            return self._now_ns
+        return self._timers[0][0] if self._timers else None
+
+    def state(self, now_ns: int) -> LimitsState:
+        return LimitsState(
+            _named(self._in_flight),
+            _named(self._parked),
+            self._users.state(now_ns),
+            self._sessions.state(now_ns),
+            self._models.state(now_ns),
+            now_ns - self._scale_ns,
+        )
+
+    def load(self, state: LimitsState, now_ns: int) -> None:
+        """Go on from a state. Only before anything else."""
+        self._now_ns = self._weight_until_ns = now_ns
+        self._scale_ns = now_ns - state.scale_age_ns
+        self._users.load(state.users, now_ns)
+        self._sessions.load(state.sessions, now_ns)
+        self._models.load(state.models, now_ns)
+        for request, user, session, model in state.in_flight:
+            self.adopt(request, user, session, model)
+        for request, user, session, model in state.parked:
+            self._park(now_ns, request, self._keys(now_ns, user, session, model))
+
+    def size(self) -> int:
+        keys = len(self._users.keys) + len(self._sessions.keys) + len(self._models.keys)
+        return keys + len(self._in_flight) + len(self._parked)
+
+    def size_most(self) -> int:
+        return 3 * (self._keys_max + 1) + self._open_max
+
+    # Keys
+
+    def _keys(self, now_ns: int, user: str, session: str, model: str) -> Keys:
+        """Whose request it is: known, or added. Where there is no limit, the key is ""."""
+        turn = None
+        if session and self._by_session:
+            sessions = self._sessions
+            turn = sessions.keys.get(session) or sessions.add(now_ns, session)
+        if not self._by_user:
+            user = ""
+        if not self._by_model:
+            model = ""
+        users, models = self._users, self._models
+        return (
+            users.keys.get(user) or users.add(now_ns, user),
+            turn,
+            models.keys.get(model) or models.add(now_ns, model),
+        )
+
+    def _others_first(self, now_ns: int) -> bool:
+        """Has a window just slid for others? The tick that is due lets them go."""
+        self._wake(now_ns)
+        return self._first() is not None
+
+    def _charge(self, now_ns: int, request: int, keys: Keys) -> None:
+        """It goes on. Where others are parked, the caller calls ``_room`` afterwards."""
+        owner, turn, model = keys
+        self._in_flight[request] = keys
+        owner.charge(now_ns)
+        if turn is not None:
+            turn.charge(now_ns)
+        if self._by_model:
+            model.charge(now_ns)
+        if self._fair:
+            self._add_service(now_ns, owner, self._request_tokens)
+
+    # What is parked
+
+    def _park(self, now_ns: int, request: int, keys: Keys) -> None:
+        owner, turn, model = keys
+        self._wake(now_ns)
+        self._parked[request] = keys
+        owner.waits += 1
+        model.waits += 1
+        if turn is None:
+            self._offer(now_ns, request, keys)
+        else:
+            turn.waits += 1
+            turn.parked.append(request)
+            self._promote(now_ns, turn)
+
+    def _promote(self, now_ns: int, turn: Session) -> None:
+        """Its first request becomes a candidate, unless the session has no room."""
+        if not turn.parked:
+            self._disarm(turn)
+        elif not turn.promoted and not self._holds(now_ns, turn):
+            turn.promoted = True
+            request = turn.parked[0]
+            self._offer(now_ns, request, self._parked[request])
+
+    def _offer(self, now_ns: int, request: int, keys: Keys) -> None:
+        owner, _, model = keys
+        lane = owner.lanes.get(model.name)
+        if lane is None:
+            lane = owner.lanes[model.name] = Lane(model)
+        insort(lane.requests, request)
+        if lane.requests[0] == request:
+            self._stand(now_ns, owner)
+
+    def _withdraw(self, request: int, keys: Keys) -> None:
+        """It waits no longer. The caller calls ``_room`` after what else it has to do."""
+        owner, turn, model = keys
+        owner.waits -= 1
+        model.waits -= 1
+        if turn is not None:
+            turn.waits -= 1
+            at = bisect_left(turn.parked, request)
+            del turn.parked[at]
+            if at or not turn.promoted:
+                return  # it was no candidate
+            turn.promoted = False
+        lane = owner.lanes[model.name]
+        self._leave(lane)
+        del lane.requests[bisect_left(lane.requests, request)]
+        if not lane.requests:
+            del owner.lanes[model.name]
+
+    def _room(self, now_ns: int, keys: Keys) -> None:
+        """What these keys have room for changed: who is a candidate, and who stands in order?"""
+        owner, turn, model = keys
+        self._now_ns = now_ns
+        if turn is not None:
+            self._promote(now_ns, turn)
+        self._stand(now_ns, owner)
+        if model.order:
+            self._holds(now_ns, model)
+
+    def _stand(self, now_ns: int, owner: User) -> None:
+        """While the user has room, its lanes stand where its service puts them; else nowhere."""
+        for lane in owner.lanes.values():
+            self._leave(lane)
+        if not owner.lanes:
+            self._disarm(owner)
+        elif not self._holds(now_ns, owner):
+            for lane in owner.lanes.values():
+                model = lane.model
+                lane.place = (owner.service if self._fair else 0, lane.requests[0])
+                insort(model.order, lane.place)
+                self._waiting[model.name] = model
+                self._holds(now_ns, model)
+
+    def _leave(self, lane: Lane) -> None:
+        if lane.place is None:
+            return
+        model = lane.model
+        del model.order[bisect_left(model.order, lane.place)]
+        lane.place = None
+        if not model.order:
+            del self._waiting[model.name]
+            self._disarm(model)
+
+    def _first(self) -> int | None:
+        """The parked request that goes on next, if any may."""
+        if len(self._in_flight) >= self._global_most:
+            return None
+        best: tuple[int, int] | None = None
+        for model in self._waiting.values():
+            if not model.due_ns and model.in_flight < model.most:
+                place = model.order[0]
+                if best is None or place < best:
+                    best = place
+        return None if best is None else best[1]
+
+    # Windows
+
+    def _holds(self, now_ns: int, key: Key) -> bool:
+        """Has the key no room? If time alone will give it some, its timer is set."""
+        if not key.full(now_ns):
+            return False
+        if not key.due_ns and key.in_flight < key.most:
+            key.due_ns = key.stamps[key.next_stamp] + SECOND
+            insort(self._timers, (key.due_ns, key.kind, key.name))
+        return True
+
+    def _disarm(self, key: Key) -> None:
+        if key.due_ns:
+            del self._timers[bisect_left(self._timers, (key.due_ns, key.kind, key.name))]
+            key.due_ns = 0
+
+    def _wake(self, now_ns: int) -> None:
+        """Windows that have slid by now have room."""
+        self._now_ns = now_ns
+        timers = self._timers
+        while timers and timers[0][0] <= now_ns:
+            _, kind, name = timers.pop(0)
+            if kind == Session.kind:
+                turn = self._sessions.keys[name]
+                turn.due_ns = 0
+                self._promote(now_ns, turn)
+            elif kind == Model.kind:
+                model = self._models.keys[name]
+                model.due_ns = 0
+                self._holds(now_ns, model)
+            else:
+                owner = self._users.keys[name]
+                owner.due_ns = 0
+                self._stand(now_ns, owner)
+
+    # Service
+
+    def _add_service(self, now_ns: int, owner: User, tokens: int) -> None:
+        """Instead of all past service fading, what is new weighs more and more."""
+        if now_ns >= self._weight_until_ns:
+            self._weigh(now_ns)
+        service = owner.service + tokens * self._weight
+        owner.service = service if service < SERVICE_MOST else SERVICE_MOST
+
+    def _weigh(self, now_ns: int) -> None:
+        half_life_ns = self._half_life_ns
+        steps = (now_ns - self._scale_ns) * 64 // half_life_ns
+        if steps >= 64 * HALVES_MOST:
+            halves = steps >> 6
+            self._scale_ns += halves * half_life_ns
+            steps &= 63
+            for owner in self._users.keys.values():
+                owner.service >>= halves
+            for owner in {keys[0].name: keys[0] for keys in self._parked.values()}.values():
+                self._stand(now_ns, owner)
+        self._weight = WEIGHTS[steps & 63] << (steps >> 6)
+        self._weight_until_ns = self._scale_ns + -(-(steps + 1) * half_life_ns // 64)
+
+
+def _named(requests: dict[int, Keys]) -> list[tuple[int, str, str, str]]:
+    return [
+        (request, owner.name, "" if turn is None else turn.name, model.name)
+        for request, (owner, turn, model) in sorted(requests.items())
+    ]

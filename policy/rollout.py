@@ -1,0 +1,377 @@
+"""A new version of a model takes over from the old one, and nobody notices.
+
+In waves: standbys are started with the new version, what they loaded is verified, they are warmed;
+when all of a wave are ready, as many old replicas are drained as there are new ones. With a
+standby for each old replica that is one wave, and one instant at which every new request goes to
+the new version. With fewer, what an old replica leaves behind is started anew for the next wave.
+Old requests end where they began. When anything about a wave goes wrong the rollout is over: its
+new replicas are stopped, and what served before serves on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from policy.decisions import Alert, Rotated, Start, Stop, Warm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from policy.decisions import Decision
+    from policy.events import ReplicaUp, RolloutRequested, Standby, Warmed
+    from policy.parameters.rollout import Rollout as Section
+
+NS_PER_MS = 1_000_000
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A replica that is up, or a standby."""
+
+    models: tuple[str, ...]
+    pooling: bool
+    version: str
+
+    def serves(self, model: str) -> bool:
+        return not self.models or model in self.models
+
+    def replaces(self, other: Known) -> bool:
+        """Can it do what the other does?"""
+        return self.models == other.models and self.pooling == other.pooling
+
+
+class New(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A replica of the present wave; it takes no requests yet."""
+
+    model: str
+    stage: Literal["starting", "warming", "ready"] = "starting"
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A replica whose work goes to an end."""
+
+    model: str
+    stopped: bool = False
+    """It was empty, and was told to stop."""
+
+
+class Move(msgspec.Struct, array_like=True, gc=False):
+    """A model on its way to another version."""
+
+    model: str
+    version: str
+    phase: Literal["starting", "draining"]
+    due_ns: int | None
+    """Starting: when it is given up. Draining: when someone is told that it takes long."""
+    replaced: int = 0
+    """Old replicas drained so far."""
+
+
+class RolloutState(msgspec.Struct, array_like=True):
+    """In canonical form: replicas by id, rollouts as they were asked for, times relative."""
+
+    up: list[tuple[int, Known]]
+    standbys: list[tuple[int, Known]]
+    new: list[tuple[int, New]]
+    draining: list[tuple[int, Drain]]
+    unwanted: list[int]
+    moves: list[Move]
+
+
+class Rollout:
+    """At most one rollout a model; another request for it takes the place of the first."""
+
+    __slots__ = (
+        "_draining", "_moves", "_new", "_section", "_standbys", "_unwanted", "_up", "version",
+    )  # fmt: skip
+
+    def __init__(self, section: Section) -> None:
+        self._section = section
+        self._up: dict[int, Known] = {}
+        self._standbys: dict[int, Known] = {}
+        self._new: dict[int, New] = {}
+        self._draining: dict[int, Drain] = {}
+        self._unwanted: set[int] = set()
+        """Started for a wave that failed: they must stop, once they are up."""
+        self._moves: dict[str, Move] = {}
+        self.version = 0
+        """Rises whenever ``allowed`` or ``draining`` may answer otherwise than before."""
+
+    # Asked
+
+    def allowed(self, replica: int) -> bool:
+        """May it take new requests? Neither what is too new may, nor what only finishes."""
+        return not self.holds(replica)
+
+    def draining(self, replica: int) -> bool:
+        """Does it only finish what it has?"""
+        return replica in self._draining
+
+    def holds(self, replica: int) -> bool:
+        """Is it in the midst of a rollout, so that nobody else should start or stop it?"""
+        return replica in self._new or replica in self._draining or replica in self._unwanted
+
+    # Events
+
+    def requested(self, now_ns: int, event: RolloutRequested) -> Sequence[Decision]:
+        model, version = event.model, event.version
+        decisions: list[Decision] = []
+        under_way = self._moves.get(model)
+        if under_way is not None:
+            if under_way.version == version:
+                return ()
+            self._end(under_way, decisions)
+        elif len(self._moves) >= self._section.rollouts_max:
+            under_way_count = (("under_way", len(self._moves)),)
+            return (_alert(model, "too many rollouts at a time", under_way_count),)
+        self._back(model, version, decisions)
+        if not any(known.serves(model) for known in self._up.values()):
+            decisions.append(_alert(model, "no replica serves the model"))
+        elif self._old(model, version):
+            move = Move(model, version, "starting", None)
+            self._moves[model] = move
+            if not self._wave(now_ns, move, decisions):
+                if self._unwanted or self._drains(model):  # some will soon be standbys
+                    self._wait(now_ns, move)
+                else:
+                    self._fail(move, "no standby to start", decisions)
+        return decisions
+
+    def standby(self, now_ns: int, event: Standby) -> Sequence[Decision]:
+        replica = event.replica
+        self._unwanted.discard(replica)
+        if len(self._standbys) >= self._section.replicas_max and replica not in self._standbys:
+            return ()
+        self._standbys[replica] = Known(event.models, event.pooling, event.version)
+        self._standbys = dict(sorted(self._standbys.items()))
+        return self._go_on(now_ns)
+
+    def taken(self, replica: int) -> None:
+        """Someone else starts this standby."""
+        self._standbys.pop(replica, None)
+
+    def up(self, now_ns: int, spec: ReplicaUp) -> Sequence[Decision]:
+        replica = spec.replica
+        self._standbys.pop(replica, None)
+        if len(self._up) < self._section.replicas_max or replica in self._up:
+            self._up[replica] = Known(spec.models, spec.pooling, spec.version)
+            self._up = dict(sorted(self._up.items()))
+        new = self._new.get(replica)
+        if replica in self._unwanted or (new is not None and replica not in self._up):
+            return (Stop(replica),)
+        if new is None or new.stage != "starting":
+            return ()
+        decisions: list[Decision] = []
+        if spec.version == self._moves[new.model].version:
+            self._new[replica] = New(new.model, "warming")
+            decisions.append(Warm(replica))
+        else:
+            self._fail(self._moves[new.model], "another version was loaded", decisions, replica)
+        return decisions
+
+    def warmed(self, now_ns: int, event: Warmed) -> Sequence[Decision]:
+        new = self._new.get(event.replica)
+        if new is None or new.stage != "warming":
+            return ()
+        decisions: list[Decision] = []
+        move = self._moves[new.model]
+        if not event.ok:
+            self._fail(move, "the warm-up failed", decisions, event.replica)
+        elif event.version != move.version:
+            self._fail(move, "another version was loaded", decisions, event.replica)
+        else:
+            self._new[event.replica] = New(new.model, "ready")
+            wave = [other for other in self._new.values() if other.model == move.model]
+            if all(other.stage == "ready" for other in wave):
+                self._switch(now_ns, move, decisions)
+        return decisions
+
+    def emptied(self, now_ns: int, replica: int) -> Sequence[Decision]:
+        """Nothing is in flight there."""
+        drain = self._draining.get(replica)
+        if drain is None or drain.stopped:
+            return ()
+        self._draining[replica] = Drain(drain.model, stopped=True)
+        return (Stop(replica),)
+
+    def down(self, now_ns: int, replica: int) -> Sequence[Decision]:
+        self._up.pop(replica, None)
+        if replica in self._unwanted:
+            self._unwanted.remove(replica)
+            self.version += 1
+        if self._draining.pop(replica, None) is not None:
+            self.version += 1
+            return self._go_on(now_ns)
+        new = self._new.pop(replica, None)
+        if new is None:
+            return ()
+        decisions: list[Decision] = []
+        self._fail(self._moves[new.model], "a new replica went down", decisions, replica)
+        return decisions
+
+    # Time
+
+    def deadline_ns(self) -> int | None:
+        if not self._moves:
+            return None
+        dues = (move.due_ns for move in self._moves.values())
+        return min((due_ns for due_ns in dues if due_ns is not None), default=None)
+
+    def ticked(self, now_ns: int) -> Sequence[Decision]:
+        if not self._moves:
+            return ()
+        decisions: list[Decision] = []
+        for move in list(self._moves.values()):
+            if move.due_ns is None or now_ns < move.due_ns:
+                continue
+            if move.phase == "starting":
+                self._fail(move, "the new replicas took too long to come up", decisions)
+            else:
+                move.due_ns = None
+                left = len(self._old(move.model, move.version)) + self._drains(move.model)
+                figures = (("replaced", move.replaced), ("left", left))
+                waits = "waiting for old requests to end, and for standbys"
+                decisions.append(_alert(move.model, "the rollout is not over yet", figures, waits))
+        return decisions
+
+    # What happens to a rollout
+
+    def _wave(self, now_ns: int, move: Move, decisions: list[Decision]) -> bool:
+        """Start a standby for each old replica, as far as there are any. False: there is none."""
+        room = self._section.replicas_max - len(self._new) - len(self._unwanted)
+        chosen: list[int] = []
+        for old in self._old(move.model, move.version)[: max(0, room)]:
+            for replica, known in self._standbys.items():
+                if replica not in chosen and known.replaces(self._up[old]):
+                    chosen.append(replica)
+                    break
+        if not chosen:
+            return False
+        for replica in chosen:
+            del self._standbys[replica]
+            self._new[replica] = New(move.model)
+            decisions.append(Start(replica, move.version))
+        move.phase = "starting"
+        move.due_ns = now_ns + self._section.start_most_ms * NS_PER_MS
+        self.version += 1
+        return True
+
+    def _switch(self, now_ns: int, move: Move, decisions: list[Decision]) -> None:
+        """Everything of the wave is ready: it takes the place of as many old replicas."""
+        why = f"rollout of {move.version}"
+        wave = [replica for replica, new in self._new.items() if new.model == move.model]
+        old = self._old(move.model, move.version)
+        for replica in wave:
+            del self._new[replica]
+            decisions.append(Rotated(replica, "in", why))
+            known = self._up[replica]
+            leaving = next((other for other in old if known.replaces(self._up[other])), None)
+            if leaving is not None:
+                old.remove(leaving)
+                self._draining[leaving] = Drain(move.model)
+                move.replaced += 1
+                decisions.append(Rotated(leaving, "draining", why))
+        self.version += 1
+        self._wait(now_ns, move)
+        decisions += self._go_on(now_ns)
+
+    def _wait(self, now_ns: int, move: Move) -> None:
+        """Until what drains is empty and stopped, and there is a standby to go on with."""
+        move.phase = "draining"
+        move.due_ns = now_ns + self._section.drain_alarm_ms * NS_PER_MS
+
+    def _go_on(self, now_ns: int) -> Sequence[Decision]:
+        """Something was drained, or a standby is there: what is finished, and what begins?"""
+        decisions: list[Decision] = []
+        for move in list(self._moves.values()):
+            if move.phase == "starting" or self._drains(move.model):
+                continue
+            if not self._old(move.model, move.version):
+                del self._moves[move.model]
+            else:
+                self._wave(now_ns, move, decisions)
+        return decisions
+
+    def _fail(
+        self, move: Move, cause: str, decisions: list[Decision], replica: int | None = None
+    ) -> None:
+        left = len(self._old(move.model, move.version))
+        self._end(move, decisions)
+        figures = [("replaced", move.replaced), ("left", left)]
+        if replica is not None:
+            figures.insert(0, ("replica", replica))
+        decisions.append(
+            _alert(move.model, cause, tuple(figures), "given up; what served serves on")
+        )
+
+    def _end(self, move: Move, decisions: list[Decision]) -> None:
+        """The rollout is over: what it has started and not yet put to use is stopped."""
+        del self._moves[move.model]
+        for replica in [one for one, new in self._new.items() if new.model == move.model]:
+            started = self._new.pop(replica).stage == "starting"
+            if replica in self._up:
+                self._unwanted.add(replica)
+                decisions.append(Stop(replica))
+            elif started:
+                self._unwanted.add(replica)
+        self.version += 1
+
+    def _back(self, model: str, version: str, decisions: list[Decision]) -> None:
+        """What was being drained and has the version that is wanted now comes back."""
+        for replica, drain in list(self._draining.items()):
+            if drain.model == model and not drain.stopped and self._up[replica].version == version:
+                del self._draining[replica]
+                self.version += 1
+                decisions.append(Rotated(replica, "in", f"rollout of {version}"))
+
+    def _old(self, model: str, version: str) -> list[int]:
+        """Replicas that serve the model with another version and take requests, by id."""
+        return [
+            replica
+            for replica, known in self._up.items()
+            if known.serves(model) and known.version != version and self.allowed(replica)
+        ]
+
+    def _drains(self, model: str) -> int:
+        return sum(drain.model == model for drain in self._draining.values())
+
+    # Snapshots
+
+    def state(self, now_ns: int) -> RolloutState:
+        return RolloutState(
+            list(self._up.items()),
+            list(self._standbys.items()),
+            list(self._new.items()),
+            list(self._draining.items()),
+            sorted(self._unwanted),
+            [_shifted(move, -now_ns) for move in self._moves.values()],
+        )
+
+    def load(self, state: RolloutState, now_ns: int) -> None:
+        self._up = dict(state.up)
+        self._standbys = dict(state.standbys)
+        self._new = dict(state.new)
+        self._draining = dict(state.draining)
+        self._unwanted = set(state.unwanted)
+        self._moves = {move.model: _shifted(move, now_ns) for move in state.moves}
+        self.version += 1
+
+    def size(self) -> int:
+        tables = (self._up, self._standbys, self._new, self._draining, self._unwanted, self._moves)
+        return sum(len(table) for table in tables)
+
+    def size_most(self) -> int:
+        """New and unwanted ones together are as many as replicas, and so are the draining."""
+        return 4 * self._section.replicas_max + self._section.rollouts_max
+
+
+def _alert(
+    model: str, cause: str, figures: tuple[tuple[str, int], ...] = (), action: str = "nothing done"
+) -> Alert:
+    return Alert(f"rollout {model}", cause, figures, action)
+
+
+def _shifted(move: Move, by_ns: int) -> Move:
+    due_ns = None if move.due_ns is None else move.due_ns + by_ns
+    return msgspec.structs.replace(move, due_ns=due_ns)

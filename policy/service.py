@@ -1,0 +1,1053 @@
+"""The whole policy: every mechanism at its place on a request's way.
+
+    arrival -> chains (is there budget left?) -> limits (may its session, its user go on?)
+            -> breakers (is its model cut off?) -> tiers and placement (when, and where?)
+    answer  -> health, breakers (how did it go?) -> confidence (can it be trusted?)
+            -> chains (must its state be saved?) -> the caller
+
+One file each; this one only says who is asked, and in which order. What one event sets off is
+carried to its end before the next is taken: a replica that leaves the rotation gives its requests
+back, a settled request lets its session's next one go.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from policy.alerts import Alerts, AlertsState
+from policy.breakers import Breakers, BreakersState
+from policy.capacity import Capacity, CapacityState, Seen, pool_of
+from policy.chains import Chains, ChainsState
+from policy.confidence import Confidence, ConfidenceState
+from policy.decisions import (
+    Abort,
+    BreakerMoved,
+    LookUp,
+    Refused,
+    Reset,
+    Rotated,
+    SaveCheckpoint,
+    Settled,
+    Start,
+)
+from policy.events import (
+    Arrived,
+    Cancelled,
+    CheckpointFailed,
+    CheckpointSaved,
+    Failed,
+    Finished,
+    FirstToken,
+    Forecasted,
+    GpuFault,
+    GpuRead,
+    LookedUp,
+    PolicySwitched,
+    Progress,
+    ReplicaDown,
+    ReplicaUp,
+    Restored,
+    RolloutRequested,
+    Scraped,
+    Standby,
+    Ticked,
+    Verified,
+    Warmed,
+)
+from policy.facts import LOOKING, SAVING, VERIFYING, Facts, FactsState, Illegal
+from policy.health import Health, HealthState
+from policy.limits import FULL, PARKED, Limits, LimitsState
+from policy.outcomes import CALLERS_FAULT, MAYBE_RUNNING, failed
+from policy.parameters import Parameters, canonical, from_canonical
+from policy.rollout import Rollout, RolloutState
+from policy.tiered import Tiered, TieredState
+from policy.tiers import NAMES, NS_PER_MS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from policy.decisions import Decision
+    from policy.events import Event
+    from policy.facts import Open
+    from policy.hosts import Host
+    from policy.mechanism import Mechanism
+    from policy.placement import Score
+    from policy.tiers import Job
+
+    Decisions = list[Decision]
+
+PULSE_NS = 100_000_000
+"""How often the mechanisms that watch are asked whether something is due, while work is open. Fine
+enough for what they judge (seconds), and nothing on a request's way pays for it."""
+
+
+class ServiceState(msgspec.Struct, array_like=True):
+    """The whole policy in canonical form. Times are relative to the facts' ``now_ns``."""
+
+    facts: FactsState
+    tiered: TieredState
+    limits: LimitsState | None
+    breakers: BreakersState | None
+    confidence: ConfidenceState | None
+    chains: ChainsState | None
+    health: HealthState | None
+    capacity: CapacityState | None
+    rollout: RolloutState | None
+    alerts: AlertsState | None
+    parked: list[tuple[int, int]]
+    pulse_ns: int | None
+    looped_ns: int
+
+
+_ENCODER = msgspec.msgpack.Encoder(order="sorted")
+_DECODER = msgspec.msgpack.Decoder(ServiceState)
+
+
+class Service:
+    """The policy of the discipline ``tiered``."""
+
+    __slots__ = (
+        "_alerts", "_attention", "_breakers", "_capacity", "_chains", "_confidence",
+        "_fleet_version", "_handlers", "_health", "_health_version", "_later", "_limits",
+        "_looped_ns", "_parked", "_parked_due", "_pulse_ns", "_rollout", "_stuck", "_tiered",
+        "_verify_below", "_watching", "facts", "parameters",
+    )  # fmt: skip
+
+    def __init__(self, parameters: Parameters, facts: Facts | None = None) -> None:
+        self.facts = Facts(parameters.history.keys_max) if facts is None else facts
+        self._parked: dict[int, int] = {}
+        """Requests that a limit holds back: when they are due at the latest."""
+        self._parked_due: list[tuple[int, int]] = []
+        self._pulse_ns: int | None = None
+        self._looped_ns = 0
+        """When the load was last told to capacity."""
+        self._attention = False
+        """The rotation may have changed."""
+        self._later: list[Decision] = []
+        """What breakers decided on the way."""
+        self._stuck: list[tuple[int, str]] = []
+        """Replicas whose requests are to be moved, and the kind of failure."""
+        self._health_version = 0
+        self._fleet_version = 0
+        self._build(parameters)
+        self._handlers: dict[type, Callable[[int, Any], Sequence[Decision]]] = {
+            ReplicaUp: self._up,
+            ReplicaDown: self._down,
+            Scraped: self._scraped,
+            Standby: self._standby,
+            Progress: self._progress,
+            GpuRead: self._gpu_read,
+            GpuFault: self._gpu_fault,
+            Verified: self._verified,
+            CheckpointSaved: self._saved,
+            CheckpointFailed: self._saved,
+            LookedUp: self._looked_up,
+            Forecasted: self._forecast,
+            RolloutRequested: self._rollout_requested,
+            Warmed: self._warmed,
+            PolicySwitched: self._switched,
+            Restored: self._back,
+        }
+
+    def _build(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self._tiered = Tiered(parameters, self.facts, self._closed, self._sent)
+        self._limits = Limits(parameters.limits) if parameters.limits.enabled else None
+        self._breakers = Breakers(parameters.breakers) if parameters.breakers.enabled else None
+        confidence = parameters.confidence
+        self._confidence = Confidence(confidence) if confidence.enabled else None
+        self._verify_below = confidence.verify_below_permille
+        self._chains = Chains(parameters.chains) if parameters.chains.enabled else None
+        self._health = Health(parameters.health) if parameters.health.enabled else None
+        self._capacity = Capacity(parameters.capacity) if parameters.capacity.enabled else None
+        self._rollout = Rollout(parameters.rollout) if parameters.rollout.enabled else None
+        self._alerts = Alerts(parameters.alerts) if parameters.alerts.enabled else None
+        watching = (self._health, self._breakers, self._rollout, self._capacity)
+        self._watching: list[Mechanism[Any]] = [one for one in watching if one is not None]
+
+    @property
+    def mechanisms(self) -> dict[str, Mechanism[Any]]:
+        """Those that are enabled, by name."""
+        every: dict[str, Mechanism[Any] | None] = {
+            "limits": self._limits,
+            "breakers": self._breakers,
+            "confidence": self._confidence,
+            "chains": self._chains,
+            "health": self._health,
+            "capacity": self._capacity,
+            "rollout": self._rollout,
+            "alerts": self._alerts,
+        }
+        return {name: one for name, one in every.items() if one is not None}
+
+    # The contract
+
+    def step(self, now_ns: int, event: Event) -> Sequence[Decision]:
+        kind = type(event)
+        try:
+            if kind is Arrived:
+                decisions = self._arrived(now_ns, event)  # type: ignore[arg-type]
+            elif kind is FirstToken:
+                decisions = self._first_token(now_ns, event)  # type: ignore[arg-type]
+            elif kind is Finished:
+                decisions = self._finished(now_ns, event)  # type: ignore[arg-type]
+            elif kind is Failed:
+                decisions = self._failed(now_ns, event)  # type: ignore[arg-type]
+            elif kind is Cancelled:
+                decisions = self._cancelled(now_ns, event)  # type: ignore[arg-type]
+            elif kind is Ticked:
+                decisions = self._ticked(now_ns)
+            else:
+                decisions = self._handlers[kind](now_ns, event)
+                if self._pulse_ns is None and self._watching:
+                    self._pulse_ns = now_ns + PULSE_NS
+        except Illegal as illegal:
+            return (Refused(kind.__name__, str(illegal)),)
+        if self._attention or self._parked:
+            return self._followed_up(now_ns, list(decisions))
+        return decisions
+
+    def deadline_ns(self) -> int | None:
+        due_ns = self._tiered.deadline_ns()
+        pulse_ns = self._pulse_ns
+        if pulse_ns is not None and (due_ns is None or pulse_ns < due_ns):
+            due_ns = pulse_ns
+        if self._parked:
+            due_ns = _earlier(due_ns, self._limits.deadline_ns())  # type: ignore[union-attr]
+            while self._parked_due and self._parked_due[0][1] not in self._parked:
+                heappop(self._parked_due)
+            due_ns = _earlier(due_ns, self._parked_due[0][0])
+        if self._chains is not None:
+            due_ns = _earlier(due_ns, self._chains.deadline_ns())
+        return due_ns
+
+    # A request's way
+
+    def _arrived(self, now_ns: int, event: Arrived) -> Sequence[Decision]:
+        opened = self.facts.arrive(now_ns, event)
+        if self._pulse_ns is None and self._watching:
+            self._pulse_ns = now_ns + PULSE_NS
+        if self._chains is not None and event.chain:
+            ruling = self._chains.arrive(now_ns, event)
+            if ruling is not None and ruling.kind != "go":
+                return (self._ruled(now_ns, opened, ruling.kind == "done"),)
+            if ruling is not None:
+                opened.due_ns = min(ruling.end_ns, now_ns + ruling.share_ns)
+        return self._limited(now_ns, opened)
+
+    def _limited(self, now_ns: int, opened: Open) -> Sequence[Decision]:
+        limits = self._limits
+        if limits is not None:
+            event = opened.event
+            verdict = limits.arrive(now_ns, event.request, event.user, event.session, event.model)
+            if verdict == PARKED:
+                self._park(opened)
+                return ()
+            if verdict == FULL:
+                return (self._refused(now_ns, opened, "limit_full"),)
+        return self._passed(now_ns, opened)
+
+    def _ruled(self, now_ns: int, opened: Open, done: bool) -> Settled:
+        """Its chain has this step's result already, or no budget left: it costs nothing more."""
+        self.facts.drop(opened)
+        request = opened.event.request
+        if done:
+            return self._closed(now_ns, opened, Settled(request, "answered", "", "checkpoint"))
+        return self._closed(now_ns, opened, Settled(request, "degraded", "", "chain_budget"))
+
+    def _park(self, opened: Open) -> None:
+        event = opened.event
+        tags = self._tiered.tags
+        due_ns = opened.arrived_ns + tags.deadline_ns(event, tags.sla(event))
+        if opened.due_ns:
+            due_ns = min(due_ns, opened.due_ns)
+        self._parked[event.request] = due_ns
+        heappush(self._parked_due, (due_ns + 1, event.request))
+
+    def _passed(self, now_ns: int, opened: Open) -> Sequence[Decision]:
+        """No limit holds it back."""
+        key = self._blocked(now_ns, opened, opened.event.model)
+        if key is not None:
+            opened.cause = f"breaker {key}"
+            return self._degraded(now_ns, opened)
+        return self._tiered.admit(now_ns, opened)
+
+    def _blocked(self, now_ns: int, opened: Open, model: str) -> str | None:
+        """The open breaker that keeps it from the model; else it is let through, once."""
+        if self._breakers is None:
+            return None
+        event = opened.event
+        hosts = self._tiered.serving(model, event)
+        version = hosts[0].spec.version if hosts else ""
+        key = self._breakers.gate(now_ns, event.request, model, version, event.line)
+        if key is None:
+            opened.gated = (model, version)
+        return key
+
+    def _first_token(self, now_ns: int, event: FirstToken) -> Sequence[Decision]:
+        opened = self.facts.first_token(now_ns, event)
+        if opened is None:
+            return ()
+        self._tiered.first_token(now_ns, opened)
+        decisions: Decisions = []
+        health = self._health
+        if health is not None:
+            told = health.first_token(now_ns, event.request, event.replica)
+            if told or health.version != self._health_version:
+                self._attention = True
+                self._tell(now_ns, told, decisions)
+        if self._tiered.queued:
+            decisions += self._tiered.refill(now_ns, (event.replica,))
+        return decisions
+
+    def _finished(self, now_ns: int, event: Finished) -> Sequence[Decision]:
+        opened = self.facts.finished(now_ns, event)
+        if opened is None:
+            return ()
+        job = self._tiered.finished(now_ns, opened, event)
+        decisions: Decisions = []
+        if self._health is not None:
+            dispatched_ns = opened.dispatched_ns or 0
+            first_ns = opened.first_ns
+            expected_ns = 0 if first_ns is None else job.prefill_ns
+            ttft_ns = (now_ns if first_ns is None else first_ns) - dispatched_ns
+            told = self._health.answered(now_ns, event.request, event.replica, ttft_ns, expected_ns)
+            if told or self._health.version != self._health_version:
+                self._attention = True
+                self._tell(now_ns, told, decisions)
+        tokens = event.prompt_tokens + event.output_tokens
+        if self._limits is not None and opened.event.user:
+            self._limits.served(now_ns, opened.event.user, tokens + event.output_tokens)
+        score = -1
+        if self._confidence is not None:
+            self._confidence.served(tokens)
+            score = self._confidence.score(event)
+        if job.lighter:
+            self._observe(now_ns, opened, "", score)
+            why = f"model {self._tiered.lighter_model}"
+            settled = Settled(
+                event.request, "degraded", NAMES[job.tier], why, confidence_permille=score
+            )
+        elif score >= 0:
+            decisions += self._trusted(now_ns, opened, job, score, tokens)
+            return decisions
+        else:
+            settled = Settled(event.request, "answered", NAMES[job.tier])
+        decisions += self._delivered(now_ns, opened, settled)
+        return decisions
+
+    def _trusted(
+        self, now_ns: int, opened: Open, job: Job, score: int, tokens: int
+    ) -> Sequence[Decision]:
+        """Deliver an answer with a score, run it a second time, or degrade it."""
+        tiered = self._tiered
+        event = opened.event
+        choice = None
+        if score < self._verify_below and not event.stream:
+            choice = tiered.second(opened, job)
+        action, verification = self._confidence.judge(  # type: ignore[union-attr]
+            score, event.stream, tokens, choice is not None
+        )
+        settled = Settled(
+            event.request, "answered", NAMES[job.tier], confidence_permille=score,
+            verification=verification,
+        )  # fmt: skip
+        if action == "deliver":
+            return self._delivered(now_ns, opened, settled)
+        replica = opened.replica
+        opened.pending = settled
+        tiered.answered(opened, job)
+        decisions: Decisions = []
+        if action == "verify" and choice is not None:
+            decisions.append(tiered.verify(now_ns, opened, job, choice))
+        else:
+            opened.cause = "low_confidence"
+            self._observe(now_ns, opened, "", score)
+            decisions += self._degraded(now_ns, opened)
+        return decisions + tiered.refill(now_ns, (replica,))
+
+    def _verified(self, now_ns: int, event: Verified) -> Sequence[Decision]:
+        opened = self.facts.verified(now_ns, event)
+        if opened is None:
+            return ()
+        decisions = self._verification_over(now_ns, opened, event.verdict)
+        if self._health is not None:
+            self._health.gone(now_ns, event.request, event.replica)
+            self._attention |= self._health.version != self._health_version
+        return decisions
+
+    def _verification_over(self, now_ns: int, opened: Open, verdict: str) -> Decisions:
+        replica = opened.replica
+        job = self._tiered.jobs[opened.event.request]
+        self._tiered.verification_over(opened, job)
+        assert opened.pending is not None
+        decisions: Decisions = []
+        if verdict == "mismatch":
+            opened.pending = msgspec.structs.replace(opened.pending, verification="mismatch")
+            self._observe(now_ns, opened, "mismatch", opened.pending.confidence_permille)
+            opened.cause = "mismatch"
+            decisions += self._degraded(now_ns, opened)
+        else:
+            # A second run that came to nothing says nothing: as if there had been no budget.
+            verification = "match" if verdict == "match" else "skipped_budget"
+            settled = msgspec.structs.replace(opened.pending, verification=verification)
+            decisions += self._delivered(now_ns, opened, settled)
+        return decisions + self._tiered.refill(now_ns, (replica,))
+
+    def _degraded(self, now_ns: int, opened: Open) -> Sequence[Decision]:
+        """The next of the configured ways to give its caller something less."""
+        request = opened.event.request
+        tiered = self._tiered
+        parameters = self.parameters
+        blocked = opened.cause.startswith("breaker")
+        actions = parameters.breakers.actions if blocked else parameters.confidence.actions
+        opened.stage = 0
+        while opened.rung < len(actions):
+            action = actions[opened.rung]
+            opened.rung += 1
+            if action == "cached":
+                opened.stage = LOOKING
+                return (LookUp(request),)
+            if action == "lighter":
+                lighter = tiered.lighter_model
+                if tiered.has_lighter(opened.event) and not self._blocked(now_ns, opened, lighter):
+                    tiered.forget(opened)
+                    return tiered.admit(now_ns, opened, lighter=True, from_ns=now_ns)
+                continue
+            return self._delivered(now_ns, opened, self._lesser(opened, "template"))
+        if opened.pending is not None:  # there is an answer: better it, and said so, than none
+            return self._delivered(now_ns, opened, self._lesser(opened, opened.cause))
+        return (self._refused(now_ns, opened, opened.cause, 503),)
+
+    def _lesser(self, opened: Open, why: str, age_ns: int = 0) -> Settled:
+        before = opened.pending or Settled(opened.event.request, "degraded")
+        return msgspec.structs.replace(before, outcome="degraded", why=why, age_ns=age_ns)
+
+    def _looked_up(self, now_ns: int, event: LookedUp) -> Sequence[Decision]:
+        opened = self.facts.looked_up(now_ns, event)
+        if opened is None:
+            return ()
+        if not event.found:
+            return self._degraded(now_ns, opened)
+        opened.stage = 0
+        settled = self._lesser(opened, "cached", event.age_ns)
+        settled = msgspec.structs.replace(settled, confidence_permille=event.confidence_permille)
+        return self._delivered(now_ns, opened, settled)
+
+    def _delivered(self, now_ns: int, opened: Open, settled: Settled) -> Sequence[Decision]:
+        """Tell the caller; a chain's state is made safe before."""
+        event = opened.event
+        if self._chains is None or not event.chain or not self._chains.answered(event.request):
+            return self._settled(now_ns, opened, settled)
+        replica = opened.replica
+        if replica >= 0:
+            self._tiered.answered(opened, self._tiered.jobs[event.request])
+        opened.stage = SAVING
+        opened.pending = settled
+        decisions: Decisions = [SaveCheckpoint(event.request, event.chain, event.step)]
+        if replica >= 0 and self._tiered.queued:
+            decisions += self._tiered.refill(now_ns, (replica,))
+        return decisions
+
+    def _saved(self, now_ns: int, event: CheckpointSaved | CheckpointFailed) -> Sequence[Decision]:
+        opened = self.facts.saved(now_ns, event)
+        if opened is None:
+            return ()
+        if self._chains is not None and isinstance(event, CheckpointSaved):
+            self._chains.saved(event.request, event.checkpoint)
+        assert opened.pending is not None
+        return self._settled(now_ns, opened, opened.pending)
+
+    def _settled(self, now_ns: int, opened: Open, settled: Settled) -> Decisions:
+        replica = opened.replica
+        self._tiered.forget(opened)
+        self.facts.settle(now_ns, opened)
+        decisions: Decisions = [self._closed(now_ns, opened, settled)]
+        if replica >= 0 and self._tiered.queued:
+            decisions += self._tiered.refill(now_ns, (replica,))
+        return decisions
+
+    def _refused(self, now_ns: int, opened: Open, why: str, http_code: int = 429) -> Settled:
+        """Shed before it was queued, or with nothing left to give."""
+        self._tiered.forget(opened)
+        self.facts.drop(opened)
+        retry_after_ns = self.parameters.shedding.retry_after_least_ms * NS_PER_MS
+        settled = Settled(opened.event.request, "shed", "", why, http_code, retry_after_ns)
+        return self._closed(now_ns, opened, settled)
+
+    def _closed(self, now_ns: int, opened: Open, settled: Settled) -> Settled:
+        """Every settled request comes by here, once: the mechanisms let go of it."""
+        event = opened.event
+        request = event.request
+        if self._limits is not None:
+            self._limits.over(now_ns, request)
+            if self._parked:
+                self._parked.pop(request, None)
+        if opened.gated is not None:
+            if settled.outcome == "failed":
+                self._observe(now_ns, opened, settled.why, -1)
+            elif opened.served >= 0 or settled.outcome == "answered":
+                self._observe(now_ns, opened, "", settled.confidence_permille)
+            else:
+                self._observe(now_ns, opened, "neutral", -1)
+        if self._chains is not None and event.chain:
+            checkpoint, left_ns, step_ns = self._chains.over(now_ns, request)
+            settled = msgspec.structs.replace(
+                settled, checkpoint=checkpoint, left_ns=left_ns, step_ns=step_ns
+            )
+        return settled
+
+    # What goes wrong
+
+    def _failed(self, now_ns: int, event: Failed) -> Sequence[Decision]:
+        opened = self.facts.failed(now_ns, event)
+        if opened is None:
+            return ()
+        decisions: Decisions = []
+        if event.kind in MAYBE_RUNNING:
+            decisions.append(Abort(event.request, event.replica))
+        if self._health is not None:
+            told = self._health.failed(now_ns, event.request, event.replica, event.kind)
+            self._tell(now_ns, told, decisions)
+            self._attention |= self._health.version != self._health_version
+        return decisions + self._lost(now_ns, opened, event.kind)
+
+    def _lost(self, now_ns: int, opened: Open, kind: str) -> Decisions:
+        """Its replica will not answer it: try elsewhere, or tell its caller."""
+        if opened.stage == VERIFYING:
+            return self._verification_over(now_ns, opened, "failed")
+        request = opened.event.request
+        replica = opened.replica
+        decisions: Decisions = []
+        again = self._tiered.retry(now_ns, opened, kind)
+        if again is not None:
+            decisions += again
+        else:
+            tier = NAMES[self._tiered.jobs[request].tier]
+            self._tiered.forget(opened)
+            if kind in CALLERS_FAULT:
+                self.facts.drop(opened)
+            else:
+                self.facts.settle(now_ns, opened, kind)
+            retry_after_ns = self.parameters.shedding.retry_after_least_ms * NS_PER_MS
+            settled = failed(request, kind, tier, retry_after_ns)
+            decisions.append(self._closed(now_ns, opened, settled))
+        if self._tiered.queued:
+            decisions += self._tiered.refill(now_ns, (replica,))
+        return decisions
+
+    def _cancelled(self, now_ns: int, event: Cancelled) -> Sequence[Decision]:
+        opened = self.facts.cancelled(now_ns, event)
+        if opened is None:
+            return ()
+        return self._ended(now_ns, opened, Settled(event.request, "cancelled", "", "client", 499))
+
+    def _ended(self, now_ns: int, opened: Open, settled: Settled) -> Decisions:
+        """Stop a request wherever it is."""
+        request = opened.event.request
+        job = self._tiered.jobs.get(request)
+        decisions: Decisions = []
+        replicas: tuple[int, ...] = ()
+        if opened.replica >= 0:
+            replicas = (opened.replica,)
+            decisions.append(Abort(request, opened.replica))
+            if self._health is not None:
+                self._health.gone(now_ns, request, opened.replica)
+                self._attention |= self._health.version != self._health_version
+        elif job is not None and job.queued:
+            replicas = self._tiered.waits_for(opened, job)
+        if job is not None:
+            settled = msgspec.structs.replace(settled, tier=NAMES[job.tier])
+        self._tiered.forget(opened)
+        self.facts.drop(opened)
+        decisions.append(self._closed(now_ns, opened, settled))
+        if self._tiered.queued:
+            decisions += self._tiered.refill(now_ns, replicas)
+        return decisions
+
+    def _observe(self, now_ns: int, opened: Open, kind: str, score: int) -> None:
+        """Let the breaker that let it through know how it went, once."""
+        if self._breakers is None or opened.gated is None:
+            return
+        model, version = opened.gated
+        opened.gated = None
+        event = opened.event
+        told = self._breakers.observe(
+            now_ns, event.request, model, version, event.line, kind, score
+        )
+        if told:
+            self._later += told
+            self._attention = True
+
+    # What is due
+
+    def _ticked(self, now_ns: int) -> Sequence[Decision]:
+        self.facts.now_ns = now_ns
+        decisions: Decisions = self._tiered.ticked(now_ns)
+        if self._parked:
+            while self._parked_due and self._parked_due[0][0] <= now_ns:
+                _, request = heappop(self._parked_due)
+                if request in self._parked:
+                    decisions.append(self._refused(now_ns, self.facts.open[request], "limit"))
+        if self._chains is not None:
+            for request in self._chains.ended(now_ns):
+                decisions += self._out_of_budget(now_ns, self.facts.open[request])
+        if self._pulse_ns is not None and self._pulse_ns <= now_ns:
+            self._pulse(now_ns, decisions)
+        return decisions
+
+    def _out_of_budget(self, now_ns: int, opened: Open) -> Decisions:
+        """Its chain's time is over: what is there is returned."""
+        if opened.stage == SAVING and opened.pending is not None:
+            return self._settled(now_ns, opened, opened.pending)
+        settled = Settled(opened.event.request, "degraded", "", "chain_budget")
+        return self._ended(now_ns, opened, settled)
+
+    def _pulse(self, now_ns: int, decisions: Decisions) -> None:
+        """Ask the mechanisms that watch whether something is due."""
+        for mechanism in self._watching:
+            due_ns = mechanism.deadline_ns()
+            if due_ns is not None and due_ns <= now_ns and mechanism is not self._capacity:
+                self._tell(now_ns, mechanism.ticked(now_ns), decisions)
+        capacity = self._capacity
+        if capacity is not None:
+            if capacity.due_loop(now_ns):
+                self._scale(now_ns, capacity.loop(now_ns, self._seen(now_ns)), decisions)
+            extra = 1000 + capacity.turbo_extra_permille(now_ns)
+            reserve = self.parameters.inflight.reserve_permille * extra // 1000
+            self._tiered.reserve(min(reserve, 1000))
+        for host in self._tiered.hosts.values():
+            if host.replica.gpu is not None:
+                self._tiered.placer.refresh(host, now_ns)
+        self._attention = True
+        if self.facts.open:
+            self._pulse_ns = now_ns + PULSE_NS
+            return
+        self._pulse_ns = None
+        for mechanism in self._watching:
+            self._pulse_ns = _earlier(self._pulse_ns, mechanism.deadline_ns())
+        if self._pulse_ns is not None:
+            self._pulse_ns = max(self._pulse_ns, now_ns + PULSE_NS)
+
+    def _seen(self, now_ns: int) -> list[Seen]:
+        """The load of each pool since the last time."""
+        tiered = self._tiered
+        elapsed_ns = max(1, now_ns - self._looped_ns)
+        self._looped_ns = now_ns
+        pools: dict[str, list[Host]] = {}
+        for number, host in sorted(tiered.hosts.items()):
+            if host.replica.ready and number not in tiered.gone:
+                spec = host.spec
+                pools.setdefault(pool_of(spec.models, spec.pooling), []).append(host)
+        queued: dict[str, tuple[int, int]] = {}
+        for job in tiered.jobs.values():
+            if job.queued:
+                spec = tiered.hosts[tiered.waits_for(self.facts.open[job.request], job)[0]].spec
+                pool = pool_of(spec.models, spec.pooling)
+                count, work_ns = queued.get(pool, (0, 0))
+                queued[pool] = (count + 1, work_ns + job.work_ns)
+        seen: list[Seen] = []
+        for pool, hosts in pools.items():
+            if self._rollout is not None and any(
+                self._rollout.holds(host.number) for host in hosts
+            ):
+                continue
+            waiting, work_ns = queued.get(pool, (0, 0))
+            in_flight = sum(host.replica.in_flight for host in hosts)
+            target = sum(host.sequences_most for host in hosts)
+            tokens, offered_ns = tiered.offered.get(pool, (0, 0))
+            seen.append(
+                Seen(
+                    pool, len(hosts), (in_flight + waiting) * 1000 // target, waiting,
+                    work_ns // len(hosts), tokens * 1_000_000_000 // elapsed_ns,
+                    offered_ns * 1000 // elapsed_ns,
+                )
+            )  # fmt: skip
+        tiered.offered.clear()
+        return seen
+
+    # The rotation
+
+    def _sent(self, now_ns: int, request: int, replica: int, heard_ns: int) -> None:
+        """Something goes to a replica; the first sign of life is due in ``heard_ns``."""
+        health = self._health
+        if health is not None:
+            health.dispatched(now_ns, request, replica, heard_ns)
+            if health.version != self._health_version:  # a probe's slot is taken
+                host = self._tiered.hosts[replica]
+                host.out = not health.takes(replica)
+                host.probing = False
+                self._attention = True
+
+    def _tell(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
+        """Pass on what a mechanism decided, with what follows from it."""
+        for decision in told:
+            decisions.append(decision)
+            if isinstance(decision, Rotated):
+                self._attention = True
+                self._rotated(now_ns, decision, decisions)
+            elif isinstance(decision, BreakerMoved) and decision.state == "open":
+                figures = (("bad", decision.bad), ("total", decision.total))
+                cause = f"breaker open: {decision.why}"
+                self._alert(now_ns, f"breaker {decision.key}", cause, figures, decisions)
+
+    def _roll(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
+        """Pass on what the rollout decided; capacity keeps its hands off what it started."""
+        for decision in told:
+            if isinstance(decision, Start) and self._capacity is not None:
+                self._capacity.taken(now_ns, decision.replica)
+        self._tell(now_ns, told, decisions)
+        self._attention = True
+
+    def _scale(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
+        """Pass on what capacity decided; a rollout keeps its hands off what it started."""
+        for decision in told:
+            if isinstance(decision, Start) and self._rollout is not None:
+                self._rollout.taken(decision.replica)
+        self._tell(now_ns, told, decisions)
+
+    def _rotated(self, now_ns: int, moved: Rotated, decisions: Decisions) -> None:
+        if moved.state not in ("ejected", "isolated") or moved.why == "backpressure":
+            return
+        replica = moved.replica
+        in_flight = self.facts.replicas[replica].in_flight if replica in self.facts.replicas else 0
+        figures = (("in_flight", in_flight),)
+        self._alert(now_ns, f"replica {replica}", f"{moved.state}: {moved.why}", figures, decisions)
+        if moved.state == "isolated":
+            self._stuck.append((replica, "replica_lost"))
+            if self._capacity is not None:
+                self._scale(now_ns, self._capacity.lost(now_ns, replica), decisions)
+        elif moved.why == "silent":
+            self._stuck.append((replica, "silent"))
+
+    def _alert(
+        self,
+        now_ns: int,
+        key: str,
+        cause: str,
+        figures: tuple[tuple[str, int], ...],
+        decisions: Decisions,
+    ) -> None:
+        if self._alerts is not None:
+            action = "out of rotation" if key.startswith("replica") else "degraded"
+            decisions += self._alerts.raised(now_ns, key, cause, figures, action)
+
+    def _followed_up(self, now_ns: int, decisions: Decisions) -> Decisions:
+        """Carry what an event set off to its end. Each round settles, sends or rotates something,
+        of which there is only so much."""
+        limits = self._limits
+        while True:
+            if self._attention:
+                self._attention = False
+                told, self._later = self._later, []
+                self._tell(now_ns, told, decisions)
+                self._rotate(now_ns, decisions)
+            if self._stuck:
+                self._clear(now_ns, *self._stuck.pop(0), decisions)
+                continue
+            released = limits.released(now_ns) if limits is not None and self._parked else ()
+            for request in released:
+                if self._parked.pop(request, None) is not None:
+                    decisions += self._passed(now_ns, self.facts.open[request])
+            if not (released or self._attention or self._stuck):
+                return decisions
+
+    def _rotate(self, now_ns: int, decisions: Decisions) -> None:
+        """Bring hosts into line with what the mechanisms say of them."""
+        facts, tiered, health = self.facts, self._tiered, self._health
+        rollout, capacity = self._rollout, self._capacity
+        gone: set[int] = set()
+        for number, replica in facts.replicas.items():
+            isolated = health is not None and health.state_of(number) == "isolated"
+            old = rollout is not None and not rollout.allowed(number)
+            leaving = capacity is not None and capacity.draining(number)
+            if isolated or old or leaving:
+                gone.add(number)
+            if (old or leaving) and not replica.in_flight:
+                self._emptied(now_ns, number, decisions)
+        changed = facts.fleet_version != self._fleet_version or gone != tiered.gone
+        self._fleet_version = facts.fleet_version
+        if changed:
+            decisions += tiered.rehost(now_ns, frozenset(gone))
+        back = self._flag_hosts(gone)
+        if back and tiered.queued:
+            decisions += tiered.refill(now_ns, back)
+
+    def _flag_hosts(self, gone: set[int]) -> list[int]:
+        """Say of each host whether it takes work for the moment. Returns those that do again."""
+        health = self._health
+        back: list[int] = []
+        throttled = self._throttled(gone)
+        for number, host in self._tiered.hosts.items():
+            takes = health is None or health.takes(number)
+            out = not takes or number in throttled
+            if host.out and not out:
+                back.append(number)
+            host.out = out
+            host.probing = takes and health is not None and health.state_of(number) == "probing"
+        if health is not None:
+            self._health_version = health.version
+        return back
+
+    def _throttled(self, gone: set[int]) -> set[int]:
+        """Replicas on cards that have lowered their clocks, while most others have not."""
+        if not self._tiered.placer.throttled_out:
+            return set()
+        hosts = [host for number, host in self._tiered.hosts.items() if number not in gone]
+        slow = {host.number for host in hosts if host.replica.gpu and host.replica.gpu.throttled}
+        pools: dict[str, list[int]] = {}
+        for host in hosts:
+            pool = pool_of(host.spec.models, host.spec.pooling)
+            pools.setdefault(pool, []).append(host.number)
+        out: set[int] = set()
+        for numbers in pools.values():
+            mine = [number for number in numbers if number in slow]
+            if 2 * len(mine) <= len(numbers):
+                out.update(mine)
+        return out
+
+    def _emptied(self, now_ns: int, replica: int, decisions: Decisions) -> None:
+        if self._capacity is not None and self._capacity.draining(replica):
+            self._scale(now_ns, self._capacity.emptied(now_ns, replica), decisions)
+        elif self._rollout is not None and self._rollout.draining(replica):
+            self._roll(now_ns, self._rollout.emptied(now_ns, replica), decisions)
+
+    def _clear(self, now_ns: int, replica: int, kind: str, decisions: Decisions) -> None:
+        """Take its requests off a replica that will not answer them. Streams that have begun on an
+        isolated card may still end well; on a silent one they will not."""
+        stuck = [
+            opened
+            for opened in self.facts.open.values()
+            if opened.replica == replica and (kind == "silent" or opened.first_ns is None)
+        ]
+        for opened in stuck:
+            if opened.replica == replica:  # one before it may have moved it
+                decisions.append(Abort(opened.event.request, replica))
+                if self._health is not None:
+                    self._health.gone(now_ns, opened.event.request, replica)
+                decisions += self._lost(now_ns, opened, kind)
+        self._attention = True
+
+    # The fleet
+
+    def _up(self, now_ns: int, event: ReplicaUp) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        decisions: Decisions = []
+        if self._health is not None:
+            self._health.up(now_ns, event)
+        if self._capacity is not None:
+            self._capacity.up(now_ns, event)
+        if self._rollout is not None:
+            self._roll(now_ns, self._rollout.up(now_ns, event), decisions)
+        self._attention = True
+        return decisions
+
+    def _down(self, now_ns: int, event: ReplicaDown) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        decisions: Decisions = []
+        if self._health is not None:
+            self._health.down(now_ns, event.replica)
+        if self._capacity is not None:
+            self._capacity.down(now_ns, event.replica)
+        if self._rollout is not None:
+            self._roll(now_ns, self._rollout.down(now_ns, event.replica), decisions)
+        self._attention = True
+        return decisions
+
+    def _standby(self, now_ns: int, event: Standby) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        decisions: Decisions = []
+        if self._capacity is not None:
+            self._capacity.standby(now_ns, event)
+            self._tiered.counting = True
+        if self._rollout is not None:
+            self._roll(now_ns, self._rollout.standby(now_ns, event), decisions)
+        return decisions
+
+    def _scraped(self, now_ns: int, event: Scraped) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        return ()
+
+    def _progress(self, now_ns: int, event: Progress) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        if self._health is not None:
+            self._health.progress(now_ns, event)
+        return ()
+
+    def _gpu_read(self, now_ns: int, event: GpuRead) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        host = self._tiered.hosts.get(event.replica)
+        if host is not None:
+            self._tiered.placer.refresh(host, now_ns)
+            self._attention = True
+        return ()
+
+    def _gpu_fault(self, now_ns: int, event: GpuFault) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        decisions: Decisions = []
+        if self._health is not None:
+            self._tell(now_ns, self._health.gpu_fault(now_ns, event), decisions)
+        return decisions
+
+    def _forecast(self, now_ns: int, event: Forecasted) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        if self._capacity is not None:
+            self._capacity.forecast(now_ns, event)
+        return ()
+
+    def _rollout_requested(self, now_ns: int, event: RolloutRequested) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        decisions: Decisions = []
+        if self._rollout is not None:
+            self._roll(now_ns, self._rollout.requested(now_ns, event), decisions)
+        self._attention = True
+        return decisions
+
+    def _warmed(self, now_ns: int, event: Warmed) -> Sequence[Decision]:
+        self.facts.fleet(now_ns, event)
+        decisions: Decisions = []
+        if self._rollout is not None:
+            self._roll(now_ns, self._rollout.warmed(now_ns, event), decisions)
+        self._attention = True
+        return decisions
+
+    # Switches and restarts
+
+    def _switched(self, now_ns: int, event: PolicySwitched) -> Sequence[Decision]:
+        """Another policy file rules from now on. Facts carry over; judgement is kept where its
+        parameters are the same; what waits is judged anew, what is in flight keeps its terms."""
+        new = self._checked_switch(event)
+        facts = self.facts
+        facts.now_ns = now_ns
+        old, tiered, before = self.parameters, self._tiered, self.mechanisms
+        self._build(new)
+        reset: list[str] = []
+        after = self.mechanisms
+        for name, mechanism in after.items():
+            if name not in before:
+                continue
+            if getattr(old, name) == getattr(new, name):
+                mechanism.load(before[name].state(now_ns), now_ns)
+            else:
+                reset.append(name)
+        self._reintroduce(now_ns, {name for name in after if name not in before} | set(reset))
+        waiting = self._tiered.adopt(tiered, now_ns)
+        if (old.estimates, old.history) != (new.estimates, new.history):
+            reset.append("complexity")
+        decisions: Decisions = [Reset(tuple(reset))] if reset else []
+        parked = list(self._parked)
+        limits_changed = old.limits != new.limits
+        if limits_changed:
+            self._parked.clear()
+            self._parked_due.clear()
+        for opened in waiting:
+            decisions += self._tiered.admit(now_ns, opened)
+        if limits_changed:
+            for request in parked:
+                decisions += self._limited(now_ns, facts.open[request])
+        self._attention = True
+        return decisions
+
+    def _checked_switch(self, event: PolicySwitched) -> Parameters:
+        if event.old != canonical(self.parameters):
+            raise Illegal("the policy that was to be switched from is not the one in force")
+        try:
+            new = from_canonical(event.new)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise Illegal(f"the new policy cannot be read: {error}") from error
+        if new.discipline != "tiered":
+            raise Illegal(f"a switch to discipline {new.discipline} needs a restart")
+        return new
+
+    def _reintroduce(self, now_ns: int, fresh: set[str]) -> None:
+        """Tell new mechanisms what is under way."""
+        facts = self.facts
+        if "health" in fresh and self._health is not None:
+            for replica in facts.replicas.values():
+                self._health.up(now_ns, replica.spec)
+        if "capacity" in fresh and self._capacity is not None:
+            for replica in facts.replicas.values():
+                self._capacity.up(now_ns, replica.spec)
+        if "rollout" in fresh and self._rollout is not None:
+            for replica in facts.replicas.values():
+                self._rollout.up(now_ns, replica.spec)
+        if "limits" in fresh and self._limits is not None:
+            for request, opened in facts.open.items():
+                if request not in self._parked:
+                    event = opened.event
+                    self._limits.adopt(request, event.user, event.session, event.model)
+
+    def _back(self, now_ns: int, event: Restored) -> Sequence[Decision]:
+        """After a crash: what was open is lost, and replicas count again when they come up."""
+        facts = self.facts
+        if event.down_ns < 0:
+            raise Illegal(f"down_ns is {event.down_ns}: it must not be negative")
+        facts.now_ns = now_ns
+        decisions: Decisions = []
+        for opened in list(facts.open.values()):
+            job = self._tiered.jobs.get(opened.event.request)
+            tier = "" if job is None else NAMES[job.tier]
+            self._tiered.forget(opened)
+            facts.drop(opened)
+            settled = failed(opened.event.request, "controller_lost", tier)
+            decisions.append(self._closed(now_ns, opened, settled))
+        self._parked.clear()
+        self._parked_due.clear()
+        for replica in list(facts.replicas):
+            decisions += self._down(now_ns, ReplicaDown(replica, "controller_lost"))
+        return decisions
+
+    # What people and snapshots see
+
+    def scores(self, event: Arrived) -> list[Score]:
+        """How the replicas that serve the event's model look to it now."""
+        return self._tiered.scores(event)
+
+    def snapshot(self) -> bytes:
+        now_ns = self.facts.now_ns
+        states = {name: one.state(now_ns) for name, one in self.mechanisms.items()}
+        return _ENCODER.encode(
+            ServiceState(
+                facts=self.facts.state(),
+                tiered=self._tiered.state(now_ns),
+                **{name: states.get(name) for name in MECHANISMS},
+                parked=[(request, due_ns - now_ns) for request, due_ns in self._parked.items()],
+                pulse_ns=None if self._pulse_ns is None else self._pulse_ns - now_ns,
+                looped_ns=self._looped_ns - now_ns,
+            )
+        )
+
+    @classmethod
+    def restored(cls, parameters: Parameters, snapshot: bytes, now_ns: int | None) -> Service:
+        state = _DECODER.decode(snapshot)
+        at_ns = state.facts.now_ns if now_ns is None else now_ns
+        facts = Facts.restored(state.facts, parameters.history.keys_max, at_ns)
+        service = cls(parameters, facts)
+        service._load(state, at_ns)
+        return service
+
+    def _load(self, state: ServiceState, now_ns: int) -> None:
+        for name, mechanism in self.mechanisms.items():
+            saved = getattr(state, name)
+            if saved is not None:
+                mechanism.load(saved, now_ns)
+        self._tiered.load(state.tiered, now_ns)
+        self._parked = {request: due_ns + now_ns for request, due_ns in state.parked}
+        self._parked_due = sorted((due_ns + 1, request) for request, due_ns in self._parked.items())
+        self._pulse_ns = None if state.pulse_ns is None else state.pulse_ns + now_ns
+        self._looped_ns = state.looped_ns + now_ns
+        self._flag_hosts(set(state.tiered.gone))
+
+
+MECHANISMS = (
+    "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "alerts",
+)  # fmt: skip
+
+
+def _earlier(first_ns: int | None, second_ns: int | None) -> int | None:
+    if first_ns is None:
+        return second_ns
+    return first_ns if second_ns is None or first_ns <= second_ns else second_ns

@@ -1,0 +1,275 @@
+"""Agent chains: one budget for all steps, nothing paid for twice, nothing after the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.chains import Chains, Ruling
+from policy.parameters import Parameters
+from policy.parameters.chains import Chains as Section
+from tests.policy_support import MS, S, arrived
+
+STEPS = [{"name": "plan", "weight": 1}, {"name": "tool", "weight": 1, "external": True},
+         {"name": "act", "weight": 2}]  # fmt: skip
+
+
+def section(steps: list[dict[str, Any]] | None = None, **changes: Any) -> Section:
+    plan = {"budget_ms": 8000, "steps": STEPS if steps is None else steps}
+    return msgspec.convert({"default": plan, **changes}, Section)
+
+
+class Driver:
+    """Chains with a clock and rising ids."""
+
+    def __init__(self, steps: list[dict[str, Any]] | None = None, **changes: Any) -> None:
+        self.chains = Chains(section(steps, **changes))
+        self.now_ns = 0
+        self.next = 0
+
+    def ask(self, step: str = "", chain: str = "c", **fields: Any) -> Ruling:
+        ruling = self.maybe(step, chain, **fields)
+        assert ruling is not None
+        return ruling
+
+    def maybe(self, step: str = "", chain: str = "c", **fields: Any) -> Ruling | None:
+        request, self.next = self.next, self.next + 1
+        return self.chains.arrive(self.now_ns, arrived(request, chain=chain, step=step, **fields))
+
+    def answer(self, request: int, after_ns: int = 0) -> tuple[str, int, int]:
+        """Answered and, where that is asked for, saved as k<request>."""
+        self.now_ns += after_ns
+        if self.chains.answered(request):
+            self.chains.saved(request, f"k{request}")
+        return self.chains.over(self.now_ns, request)
+
+
+def test_a_request_of_no_chain_costs_nothing() -> None:
+    driver = Driver()
+    assert driver.maybe(chain="") is None
+    assert driver.chains.over(0, 0) == ("", -1, -1)
+    assert not driver.chains.answered(0)
+    assert driver.chains.size() == 0
+
+
+def test_a_step_gets_its_weights_part_of_what_is_left() -> None:
+    driver = Driver()
+    assert driver.ask("plan") == Ruling("go", 8 * S, 2 * S, "")
+    # It took only one second: of the seven left the tool may take a third, not two seconds.
+    assert driver.answer(0, 1 * S) == ("k0", 7 * S, 7 * S // 3)
+    driver.now_ns += 1 * S
+    assert driver.ask("act") == Ruling("go", 8 * S, 6 * S, "k0")
+    assert driver.answer(1, 1 * S) == ("k1", 5 * S, -1)
+
+
+def test_an_overrun_is_taken_from_the_later_steps() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    assert driver.answer(0, 5 * S) == ("k0", 3 * S, 1 * S)
+    assert driver.ask("act").share_ns == 3 * S
+
+
+def test_steps_out_of_plan_weigh_beside_those_still_to_come() -> None:
+    driver = Driver(step_weight=5)
+    assert driver.ask("extra").share_ns == 8 * S * 5 // 9
+    driver.ask("act")
+    assert driver.ask("extra2").share_ns == 8 * S
+    unplanned = Driver([])
+    assert unplanned.ask("a").share_ns == 8 * S
+    assert unplanned.ask("").share_ns == 8 * S
+
+
+def test_lines_have_plans_of_their_own() -> None:
+    driver = Driver(lines={"search": {"budget_ms": 100}})
+    assert driver.ask("plan", line="search") == Ruling("go", 100 * MS, 100 * MS, "")
+    assert driver.ask("plan", chain="d", line="else").end_ns == 8 * S
+
+
+def test_the_end_of_the_budget_ends_what_is_under_way_and_what_returns_is_late() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0, 1 * S)
+    driver.ask("act")
+    driver.ask("side")
+    driver.ask("plan", chain="other")
+    assert driver.chains.deadline_ns() == 8 * S
+    driver.now_ns = 8 * S
+    assert driver.chains.ended(8 * S - 1) == ()
+    assert driver.chains.ended(8 * S) == [1, 2]
+    assert driver.chains.ended(8 * S) == ()
+    assert driver.chains.over(8 * S, 1) == ("k0", 0, -1)
+    assert driver.ask("report") == Ruling("late", 8 * S, 0, "k0")
+    assert driver.answer(4) == ("k0", 0, -1)
+    assert driver.ask("report").kind == "late"
+    assert driver.chains.deadline_ns() == 9 * S
+
+
+def test_a_clients_own_step_that_returns_after_the_end_is_late() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0, 1 * S)
+    assert driver.chains.deadline_ns() is None  # nothing of it can be ended
+    driver.now_ns = 8 * S
+    assert driver.ask("act") == Ruling("late", 8 * S, 0, "k0")
+
+
+def test_a_step_with_a_checkpoint_is_never_paid_for_again() -> None:
+    # harness-sdk 3390, aegra 320, langflow 13633: resuming ran finished steps again.
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0)
+    assert driver.ask("plan") == Ruling("done", 8 * S, 0, "k0")
+    assert driver.answer(1) == ("k0", 8 * S, 8 * S // 3)
+    assert driver.ask("act", resume="k0").kind == "go"
+    driver.answer(2)
+    assert driver.ask("plan", resume="k0").checkpoint == "k0"
+    assert driver.answer(3)[0] == "k0"
+
+
+def test_a_step_is_done_only_once_its_checkpoint_is_safe() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    assert driver.chains.answered(0)
+    assert driver.ask("plan").kind == "go"  # the save may still fail
+    assert driver.chains.over(0, 0) == ("", 8 * S, 8 * S // 3)  # it did
+    assert driver.chains.answered(1)
+    driver.chains.saved(1, "k1")
+    driver.chains.saved(0, "k0")  # long settled
+    assert driver.chains.over(0, 1)[0] == "k1"
+
+
+def test_an_answer_that_is_being_saved_is_not_ended_any_more() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    driver.ask("side")
+    assert driver.chains.answered(0)
+    driver.now_ns = 8 * S
+    assert driver.chains.ended(driver.now_ns) == [1]
+    driver.chains.saved(0, "k0")
+    assert driver.chains.over(driver.now_ns, 0) == ("k0", 0, 0)
+    driver.chains.over(driver.now_ns, 1)
+    assert driver.ask("plan", resume="k0") == Ruling("done", 16 * S, 0, "k0")
+
+
+def test_of_two_steps_with_one_name_the_first_saved_counts() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    driver.ask("plan")
+    assert driver.chains.answered(0)
+    assert driver.chains.answered(1)
+    driver.chains.saved(1, "k1")
+    driver.chains.saved(0, "k0")
+    assert driver.chains.over(0, 0)[0] == "k1"
+    assert driver.ask("plan").checkpoint == "k1"
+
+
+def test_steps_without_a_name_are_saved_but_never_recognised() -> None:
+    driver = Driver()
+    for request in range(3):
+        assert driver.ask("").kind == "go"
+        assert driver.answer(request)[0] == f"k{request}"
+    assert driver.chains.size() == 2  # the chain, and its newest checkpoint
+
+
+def test_an_unknown_checkpoint_starts_the_step_afresh_but_not_a_late_chain() -> None:
+    driver = Driver()
+    assert driver.ask("act", resume="lost").kind == "go"
+    driver.now_ns = 9 * S
+    driver.chains.ended(driver.now_ns)
+    driver.answer(0)
+    assert driver.ask("act", resume="lost").kind == "late"
+
+
+def test_a_chain_that_was_told_it_is_late_may_be_resumed() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0)
+    driver.ask("act")
+    driver.answer(1)
+    driver.now_ns = 9 * S
+    assert driver.ask("more", resume="k0").kind == "late"  # the client cannot know it yet
+    driver.answer(2)
+    assert driver.ask("plan", resume="k0") == Ruling("done", 17 * S, 0, "k0")
+    assert driver.ask("act") == Ruling("go", 17 * S, 8 * S, "k0")  # after k0: to be done again
+
+
+def test_another_chain_may_go_on_from_a_checkpoint_of_the_same_user() -> None:
+    driver = Driver()
+    driver.ask("plan", user="ann")
+    driver.answer(0)
+    driver.ask("act", user="ann")
+    driver.answer(1)
+    assert driver.ask("plan", chain="d", user="ann", resume="k0").kind == "done"
+    assert driver.ask("act", chain="d", user="ann").kind == "go"
+    driver.answer(3)
+    assert driver.ask("act", chain="d", user="ann").checkpoint == "k3"
+    assert driver.ask("act", chain="c", user="ann").checkpoint == "k1"
+    assert driver.ask("plan", chain="c", user="bob", resume="k0").kind == "go"
+    assert driver.ask("plan", chain="e", user="bob", resume="k0").kind == "go"
+
+
+def test_a_fixed_limit_gives_nothing_on_and_ends_the_chain_with_the_step() -> None:
+    driver = Driver(step_limit_ms=2000)
+    assert driver.ask("plan").share_ns == 2 * S
+    assert driver.answer(0, 100 * MS) == ("k0", 7900 * MS, 2 * S)
+    assert driver.ask("act").share_ns == 2 * S
+    assert driver.chains.deadline_ns() == 2100 * MS
+    driver.now_ns = 2100 * MS
+    assert driver.chains.ended(driver.now_ns) == [1]
+    assert driver.answer(1) == ("k0", 0, -1)
+    assert driver.ask("act").kind == "late"
+
+
+def test_a_fixed_limit_also_holds_for_the_clients_own_step() -> None:
+    driver = Driver(step_limit_ms=2000)
+    driver.ask("plan")
+    driver.answer(0)
+    driver.now_ns = 2 * S
+    assert driver.ask("act").kind == "go"
+    late = Driver(step_limit_ms=2000)
+    late.ask("plan")
+    late.answer(0)
+    late.now_ns = 2 * S + 1
+    assert late.ask("act").kind == "late"
+
+
+def test_checkpoints_can_be_off() -> None:
+    driver = Driver(checkpoints=False)
+    driver.ask("plan")
+    assert driver.answer(0) == ("", 8 * S, 8 * S // 3)
+    assert driver.ask("plan").kind == "go"
+
+
+def test_bounds_are_kept() -> None:
+    driver = Driver(chains_max=2, steps_max=2, open_max=3)
+    for step in ("a", "b", "c"):
+        driver.ask(step)
+        driver.answer(driver.next - 1)
+    assert driver.ask("c").kind == "go"  # a third is not remembered
+    assert driver.maybe("a", chain="d") is not None
+    assert driver.maybe("a", chain="e") is None  # both are within their budget
+    assert driver.ask("b", chain="d").kind == "go"
+    assert driver.maybe("c", chain="d") is None  # three in flight
+    assert driver.chains.size() <= driver.chains.size_most()
+    driver.now_ns = 8 * S
+    for request in driver.chains.ended(driver.now_ns):
+        driver.answer(request)
+    assert driver.ask("a", chain="e").kind == "go"  # one that is over makes room
+
+
+def test_a_chain_is_forgotten_some_time_after_its_end() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0)
+    driver.now_ns = 68 * S - 1
+    assert driver.ask("plan").kind == "late"
+    driver.answer(1)
+    driver.now_ns = 68 * S
+    assert driver.ask("plan") == Ruling("go", 76 * S, 2 * S, "")
+
+
+def test_a_plan_with_a_step_twice_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="act is planned twice"):
+        msgspec.convert({"chains": {"default": {"steps": [STEPS[2]] * 2}}}, Parameters)

@@ -1,0 +1,12 @@
+"""Clients that react to what they are told: they wait, give up, try again, go on with a chain."""
+
+from twin.clients.calls import CallClients, Calls
+from twin.clients.chains import ChainClients, Chains
+from twin.clients.sender import Retries
+from twin.clients.sessions import SessionClients, Sessions
+from twin.clients.setting import Client, Setting
+
+__all__ = [
+    "CallClients", "Calls", "ChainClients", "Chains", "Client", "Retries", "SessionClients",
+    "Sessions", "Setting",
+]  # fmt: skip
