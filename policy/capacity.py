@@ -435,6 +435,17 @@ class Capacity:
         self._points = [(when + now_ns, median, floor) for when, median, floor in state.points]
         self._peak = None if state.peak is None else (state.peak[0] + now_ns, state.peak[1])
 
+    def adopt(self, state: CapacityState, now_ns: int) -> None:
+        """Go on after another policy's capacity: its replicas and forecast are facts, what it made
+        of the load is not."""
+        section = self._section
+        self.load(state, now_ns)
+        self._next_loop_ns = now_ns
+        self._pools = {}
+        self._points = self._points[: section.horizons_max]
+        kept = sorted(self._machines.values(), key=_least_away)[: section.replicas_max]
+        self._machines = {machine.replica: machine for machine in sorted(kept, key=_id)}
+
 
 def _check(event: Forecasted) -> None:
     horizons = event.horizons_ns
@@ -478,6 +489,14 @@ def _ceil(value: int, divisor: int) -> int:
 
 def _soonest(machine: Machine) -> tuple[int, int]:
     return machine.start_ns, machine.replica
+
+
+def _least_away(machine: Machine) -> tuple[bool, int]:
+    return machine.state == AWAY, machine.replica
+
+
+def _id(machine: Machine) -> int:
+    return machine.replica
 
 
 def _shifted(machine: Machine, by_ns: int) -> Machine:

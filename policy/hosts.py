@@ -42,7 +42,8 @@ class Host:
         "long_tokens", "number", "out", "output_permille", "pace_ppm", "penalties", "per_kv",
         "per_quad",
         "per_sequence", "per_token", "prefill_most", "prefixes", "probing", "replica",
-        "sequences_most", "sequences_shared", "spec", "start_ticks", "tokens_most",
+        "sequences_most", "sequences_shared", "spec", "start_ticks", "throttled",
+        "tokens_most",
     )  # fmt: skip
 
     def __init__(self, replica: Replica, inflight: Inflight, prefixes: PrefixTable) -> None:
@@ -71,6 +72,8 @@ class Host:
         """It takes no new work for the moment."""
         self.probing = False
         """It waits for one request that tries whether it is well again."""
+        self.throttled = False
+        """Its card has lowered its clocks."""
         self.pace_ppm = 1_000_000
         """Observed over predicted time, beyond what the dimensions below explain."""
         self.penalties: tuple[int, int, int] = (0, 0, 0)

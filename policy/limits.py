@@ -84,7 +84,7 @@ class Key:
         if self.in_flight >= self.most:
             return True
         stamps = self.stamps
-        return len(stamps) == self.rate and now_ns - stamps[self.next_stamp] <= SECOND
+        return len(stamps) == self.rate and now_ns - stamps[self.next_stamp] < SECOND
 
     def charge(self, now_ns: int) -> None:
         self.in_flight += 1

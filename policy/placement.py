@@ -110,6 +110,7 @@ class Placer:
         prompt_tokens, output_tokens, keys = job.prompt_tokens, job.output_tokens, job.keys
         first = job.tier <= LENT
         rule = self._rule
+        memory_weight = self._memory_weight
         affinity = self._affinity.get(model) if self._affinity else None
         for host in hosts:
             if host.out or (avoid and host.number in avoid):
@@ -119,31 +120,28 @@ class Placer:
             if host.room(need, first):
                 continue
             prefill = host.prefill_ticks(need)
-            step = host.step_ticks()
+            replica = host.replica
+            kv_tokens = replica.kv_tokens
+            step = host.decode + host.per_sequence * replica.in_flight + host.per_kv * kv_tokens
             if host.probing:
                 return host, need, prefill, step
             if rule == "scored":
-                factor = host.factor + self._own(host, need, job)
+                factor = host.factor + memory_weight * kv_tokens // host.kv_most
+                if keys:
+                    factor += self._switch_weight * need.prefill_tokens // prompt_tokens
                 if affinity is not None:
                     factor += self._affinity_weight * self._disliked(host, affinity) // 1000
                 score = (prefill + output_tokens * step) * factor
             elif rule == "soonest":
                 score = prefill + output_tokens * step
             elif rule == "least_loaded":
-                score = host.replica.in_flight
+                score = replica.in_flight
             else:
                 score = _shuffled(job.request, host.number)
             if best is None or score < least:
                 best = host, need, prefill, step
                 least = score
         return best
-
-    def _own(self, host: Host, need: Need, job: Job) -> int:
-        """Per mille for memory and warmth: the dimensions that our own books know."""
-        added = self._memory_weight * host.replica.kv_tokens // host.kv_most
-        if job.keys:
-            added += self._switch_weight * need.prefill_tokens // job.prompt_tokens
-        return added
 
     def _disliked(self, host: Host, affinity: Affinity) -> int:
         prefer = affinity.prefer
@@ -156,7 +154,9 @@ class Placer:
         replica = host.replica
         reading = replica.gpu
         bandwidth = heat = 0
+        host.throttled = False
         if reading is not None and now_ns - replica.gpu_ns <= self._stale_ns:
+            host.throttled = reading.throttled
             bandwidth = min(1000, (3 * reading.pcie_permille + reading.memory_permille) // 4)
             hottest = max(reading.heat_permille, reading.power_permille) - HEAT_FROM_PERMILLE
             heat = max(0, min(1000, hottest * 1000 // (1000 - HEAT_FROM_PERMILLE)))
@@ -200,19 +200,21 @@ class Placer:
         done = prefill + job.output_tokens * host.step_ticks()
         affinity = self._affinity.get(model)
         disliked = 0 if affinity is None else self._disliked(host, affinity)
-        factor = host.factor + self._own(host, need, job)
-        factor += self._affinity_weight * disliked // 1000
+        memory = 1000 * host.replica.kv_tokens // host.kv_most
+        switch = 1000 * need.prefill_tokens // job.prompt_tokens if job.keys else 0
+        added = self._memory_weight * memory + self._switch_weight * switch
+        factor = host.factor + (added + self._affinity_weight * disliked) // 1000
         return Score(
             replica=host.number,
             name=host.spec.name,
             room=room or ROOMS[host.room(need, job.tier <= LENT)],
             prefill_ns=prefill // TICKS_PER_NS,
             done_ns=done // TICKS_PER_NS,
-            memory=1000 * host.replica.kv_tokens // host.kv_most,
+            memory=memory,
             bandwidth=host.penalties[0],
             closeness=host.penalties[1],
             heat=host.penalties[2],
-            switch=1000 * need.prefill_tokens // job.prompt_tokens if job.keys else 0,
+            switch=switch,
             affinity=disliked,
             pace_permille=host.pace_ppm // 1000,
             score_ns=done * factor // (1000 * TICKS_PER_NS),

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
 
     Decisions = list[Decision]
 
+NO_PENALTIES = (0, 0, 0)
 PULSE_NS = 100_000_000
 """How often the mechanisms that watch are asked whether something is due, while work is open. Fine
 enough for what they judge (seconds), and nothing on a request's way pays for it."""
@@ -202,13 +203,19 @@ class Service:
                 decisions = self._ticked(now_ns)
             else:
                 decisions = self._handlers[kind](now_ns, event)
-                if self._pulse_ns is None and self._watching:
-                    self._pulse_ns = now_ns + PULSE_NS
+                if self._watching:
+                    self._soon(now_ns)
         except Illegal as illegal:
             return (Refused(kind.__name__, str(illegal)),)
-        if self._attention or self._parked:
+        if self._attention or self._parked or self._tiered.gone:
             return self._followed_up(now_ns, list(decisions))
         return decisions
+
+    def _soon(self, now_ns: int) -> None:
+        """A pulse is due within the usual time, however long it was quiet."""
+        at_ns = now_ns + PULSE_NS
+        if self._pulse_ns is None or self._pulse_ns > at_ns:
+            self._pulse_ns = at_ns
 
     def deadline_ns(self) -> int | None:
         due_ns = self._tiered.deadline_ns()
@@ -228,8 +235,8 @@ class Service:
 
     def _arrived(self, now_ns: int, event: Arrived) -> Sequence[Decision]:
         opened = self.facts.arrive(now_ns, event)
-        if self._pulse_ns is None and self._watching:
-            self._pulse_ns = now_ns + PULSE_NS
+        if self._watching:
+            self._soon(now_ns)
         if self._chains is not None and event.chain:
             ruling = self._chains.arrive(now_ns, event)
             if ruling is not None and ruling.kind != "go":
@@ -296,7 +303,7 @@ class Service:
         health = self._health
         if health is not None:
             told = health.first_token(now_ns, event.request, event.replica)
-            if told or health.version != self._health_version:
+            if told or self._moved():
                 self._attention = True
                 self._tell(now_ns, told, decisions)
         if self._tiered.queued:
@@ -315,7 +322,7 @@ class Service:
             expected_ns = 0 if first_ns is None else job.prefill_ns
             ttft_ns = (now_ns if first_ns is None else first_ns) - dispatched_ns
             told = self._health.answered(now_ns, event.request, event.replica, ttft_ns, expected_ns)
-            if told or self._health.version != self._health_version:
+            if told or self._moved():
                 self._attention = True
                 self._tell(now_ns, told, decisions)
         tokens = event.prompt_tokens + event.output_tokens
@@ -376,7 +383,7 @@ class Service:
         decisions = self._verification_over(now_ns, opened, event.verdict)
         if self._health is not None:
             self._health.gone(now_ns, event.request, event.replica)
-            self._attention |= self._health.version != self._health_version
+            self._attention |= self._moved()
         return decisions
 
     def _verification_over(self, now_ns: int, opened: Open, verdict: str) -> Decisions:
@@ -512,7 +519,7 @@ class Service:
         if self._health is not None:
             told = self._health.failed(now_ns, event.request, event.replica, event.kind)
             self._tell(now_ns, told, decisions)
-            self._attention |= self._health.version != self._health_version
+            self._attention |= self._moved()
         return decisions + self._lost(now_ns, opened, event.kind)
 
     def _lost(self, now_ns: int, opened: Open, kind: str) -> Decisions:
@@ -556,7 +563,7 @@ class Service:
             decisions.append(Abort(request, opened.replica))
             if self._health is not None:
                 self._health.gone(now_ns, request, opened.replica)
-                self._attention |= self._health.version != self._health_version
+                self._attention |= self._moved()
         elif job is not None and job.queued:
             replicas = self._tiered.waits_for(opened, job)
         if job is not None:
@@ -620,9 +627,10 @@ class Service:
             reserve = self.parameters.inflight.reserve_permille * extra // 1000
             self._tiered.reserve(min(reserve, 1000))
         for host in self._tiered.hosts.values():
-            if host.replica.gpu is not None:
+            if host.penalties != NO_PENALTIES or host.throttled:  # or has the reading grown stale?
                 self._tiered.placer.refresh(host, now_ns)
-        self._attention = True
+        if self._tiered.gone or self._moved():
+            self._attention = True
         if self.facts.open:
             self._pulse_ns = now_ns + PULSE_NS
             return
@@ -658,10 +666,14 @@ class Service:
             waiting, work_ns = queued.get(pool, (0, 0))
             in_flight = sum(host.replica.in_flight for host in hosts)
             target = sum(host.sequences_most for host in hosts)
+            busy_permille = (in_flight + waiting) * 1000 // target
+            kv_tokens = sum(host.replica.kv_tokens for host in hosts)
+            kv_most = sum(host.kv_most for host in hosts)
             tokens, offered_ns = tiered.offered.get(pool, (0, 0))
             seen.append(
                 Seen(
-                    pool, len(hosts), (in_flight + waiting) * 1000 // target, waiting,
+                    pool, len(hosts),
+                    max(busy_permille, kv_tokens * 1000 // kv_most), waiting,
                     work_ns // len(hosts), tokens * 1_000_000_000 // elapsed_ns,
                     offered_ns * 1000 // elapsed_ns,
                 )
@@ -670,6 +682,10 @@ class Service:
         return seen
 
     # The rotation
+
+    def _moved(self) -> bool:
+        """Has the rotation changed since hosts were last brought into line with it?"""
+        return self._health is not None and self._health.version != self._health_version
 
     def _sent(self, now_ns: int, request: int, replica: int, heard_ns: int) -> None:
         """Something goes to a replica; the first sign of life is due in ``heard_ns``."""
@@ -740,7 +756,7 @@ class Service:
         of which there is only so much."""
         limits = self._limits
         while True:
-            if self._attention:
+            if self._attention or self._tiered.gone:
                 self._attention = False
                 told, self._later = self._later, []
                 self._tell(now_ns, told, decisions)
@@ -797,7 +813,9 @@ class Service:
         if not self._tiered.placer.throttled_out:
             return set()
         hosts = [host for number, host in self._tiered.hosts.items() if number not in gone]
-        slow = {host.number for host in hosts if host.replica.gpu and host.replica.gpu.throttled}
+        slow = {host.number for host in hosts if host.throttled}
+        if not slow:
+            return slow
         pools: dict[str, list[int]] = {}
         for host in hosts:
             pool = pool_of(host.spec.models, host.spec.pooling)
@@ -851,6 +869,8 @@ class Service:
         if self._health is not None:
             self._health.down(now_ns, event.replica)
         if self._capacity is not None:
+            if event.reason != "stopped":
+                self._scale(now_ns, self._capacity.lost(now_ns, event.replica), decisions)
             self._capacity.down(now_ns, event.replica)
         if self._rollout is not None:
             self._roll(now_ns, self._rollout.down(now_ns, event.replica), decisions)
@@ -933,7 +953,8 @@ class Service:
                 mechanism.load(before[name].state(now_ns), now_ns)
             else:
                 reset.append(name)
-        self._reintroduce(now_ns, {name for name in after if name not in before} | set(reset))
+        fresh = {name for name in after if name not in before} | set(reset)
+        self._reintroduce(now_ns, fresh, before)
         waiting = self._tiered.adopt(tiered, now_ns)
         if (old.estimates, old.history) != (new.estimates, new.history):
             reset.append("complexity")
@@ -962,15 +983,21 @@ class Service:
             raise Illegal(f"a switch to discipline {new.discipline} needs a restart")
         return new
 
-    def _reintroduce(self, now_ns: int, fresh: set[str]) -> None:
+    def _reintroduce(self, now_ns: int, fresh: set[str], before: dict[str, Any]) -> None:
         """Tell new mechanisms what is under way."""
         facts = self.facts
         if "health" in fresh and self._health is not None:
-            for replica in facts.replicas.values():
+            for number, replica in facts.replicas.items():
                 self._health.up(now_ns, replica.spec)
+                if "health" in before and before["health"].state_of(number) == "isolated":
+                    # A broken card stays broken: it comes back as a new ReplicaUp.
+                    self._health.gpu_fault(now_ns, GpuFault(number, "ecc_uncorrectable"))
         if "capacity" in fresh and self._capacity is not None:
-            for replica in facts.replicas.values():
-                self._capacity.up(now_ns, replica.spec)
+            if "capacity" in before:
+                self._capacity.adopt(before["capacity"].state(now_ns), now_ns)
+            else:
+                for replica in facts.replicas.values():
+                    self._capacity.up(now_ns, replica.spec)
         if "rollout" in fresh and self._rollout is not None:
             for replica in facts.replicas.values():
                 self._rollout.up(now_ns, replica.spec)

@@ -40,6 +40,9 @@ class HostState(msgspec.Struct, array_like=True):
     prefixes: list[tuple[int, int]]
     held_tokens: int
     pace_ppm: int
+    penalties: tuple[int, int, int]
+    factor: int
+    throttled: bool
 
 
 class TieredState(msgspec.Struct, array_like=True):
@@ -54,6 +57,9 @@ class TieredState(msgspec.Struct, array_like=True):
     assumed: list[tuple[int, int, int]]
     placer: PlacerState
     gone: list[int]
+    reserve_permille: int
+    counting: bool
+    offered: list[tuple[str, int, int]]
 
 
 class Tiered:
@@ -653,6 +659,7 @@ class Tiered:
         sent on. Returns what waits, in order of arrival: it is to be judged anew."""
         self.gone = before.gone
         self.counting = before.counting
+        self.offered = before.offered
         inflight = self._parameters.inflight
         for host in before.hosts.values():
             host.prefixes.entries_max = self._parameters.history.prefix_entries_max
@@ -702,9 +709,10 @@ class Tiered:
             [
                 HostState(
                     number, list(host.prefixes.entries.items()), host.prefixes.held_tokens,
-                    host.pace_ppm,
+                    host.pace_ppm, host.penalties, host.factor, host.throttled,
                 )
                 for number, host in sorted(self.hosts.items())
+                if number in self._facts.replicas
             ],
             self._complexity.state(),
             self._waits,
@@ -716,6 +724,9 @@ class Tiered:
             ),
             self.placer.state(),
             sorted(self.gone),
+            self._reserve_permille,
+            self.counting,
+            [(pool, *load) for pool, load in sorted(self.offered.items())],
         )  # fmt: skip
 
     def load(self, state: TieredState, now_ns: int) -> None:
@@ -723,6 +734,9 @@ class Tiered:
         parameters = self._parameters
         facts = self._facts
         self.gone = frozenset(state.gone)
+        self._reserve_permille = state.reserve_permille
+        self.counting = state.counting
+        self.offered = {pool: (tokens, work_ns) for pool, tokens, work_ns in state.offered}
         self.placer.load(state.placer)
         for saved in state.hosts:
             prefixes = PrefixTable(parameters.history.prefix_entries_max)
@@ -730,8 +744,10 @@ class Tiered:
             prefixes.held_tokens = saved.held_tokens
             known = facts.replicas[saved.replica]
             host = Host(known, parameters.inflight, prefixes)
-            host.pace_ppm = saved.pace_ppm
-            self._add_host(host, now_ns)
+            host.pace_ppm, host.penalties = saved.pace_ppm, saved.penalties
+            host.factor, host.throttled = saved.factor, saved.throttled
+            host.reserve(self._reserve_permille)
+            self.hosts[host.number] = host
         for pool_state in state.pools:
             pool = Pool(pool_state.replicas, self._shares, self.jobs)
             self._pools[pool_state.replicas] = pool

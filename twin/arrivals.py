@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from policy.decisions import Settled
     from traces import Trace
-    from twin.world import Result
+    from twin.calls import Result
 
 NS = 1_000_000_000
 BYTES_PER_TOKEN = 4

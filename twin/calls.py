@@ -1,4 +1,4 @@
-"""A request between arrival and settlement, as the world keeps it."""
+"""A request as the world keeps it: between arrival and settlement, and what became of it."""
 
 from __future__ import annotations
 
@@ -56,3 +56,35 @@ class Call:
         """The last try that it does not listen to any more."""
         self.second: Second | None = None
         self.correct = -1
+
+
+class Result(NamedTuple):
+    """What became of one request. Times in ns since the start; -1: it never came to that."""
+
+    outcome: str
+    why: str
+    tier: str
+    http_code: int
+    replica: int
+    tries: int
+    arrival_ns: int
+    settled_ns: int
+    dispatched_ns: int
+    scheduled_ns: int
+    first_ns: int
+    """The engine had computed its first token."""
+    last_ns: int
+    """The engine had computed its last token."""
+    first_out_ns: int
+    """The first token was back at the controller."""
+    cached_tokens: int
+    output_tokens: int
+    """Made by the engine; 0 for an embedding, and where it came to nothing."""
+    preemptions: int
+    confidence_permille: int = -1
+    """What the caller was told; -1: nothing."""
+    verification: str = ""
+    correct: int = -1
+    """Whether the engine's last answer was right, where an answer model knows: 1 or 0."""
+    answered_ns: int = -1
+    """The engine's answer was back at the controller; what it did with it then, took the rest."""

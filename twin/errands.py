@@ -79,7 +79,7 @@ class Errands:
         try:
             replica.submit(seq, world.now_ns)
         except UnfitError:
-            world.fail(call, seq, "rejected", replica.entry_ns + world.settings.network_ns)
+            world.failures.fail(call, seq, "rejected", replica.entry_ns + world.settings.network_ns)
 
     def verified(self, event: simpy.Event) -> None:
         """The second answer is back."""
@@ -112,16 +112,6 @@ class Errands:
             call.second = None
             second.seq.data = None
             self._world.replicas[second.replica].abort(second.seq.id, self._world.now_ns)
-
-    def watch_second(self, call: Call, now_ns: int) -> None:
-        """A sweep of the calls: give a second run up whose time ends before the next one."""
-        second = call.second
-        if second is None:
-            return
-        limit_ns = self._world.settings.call_timeout_ns
-        left_ns = second.began_ns + limit_ns - now_ns
-        if 0 < left_ns <= limit_ns // 2:
-            self._world.after(left_ns, lambda _: self.verification_failed(call, second.seq))
 
     # ---- the store and the cache ----
 

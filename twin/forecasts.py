@@ -116,11 +116,12 @@ class DayShape:
     def rps(self, at_s: Array) -> Array:
         """Requests per second at these times of day."""
         times, rates = zip(*self.curve(), strict=True)
-        return np.interp(at_s, times, rates)
+        found: Array = np.interp(at_s, times, rates)
+        return found
 
     def rates(self, rng: np.random.Generator, slot_s: int = SLOT_S, noise: float = 0.05) -> Rates:
         """A day as it would be counted: noise by slot beside the counting's own."""
-        middle = np.arange(DAY_S // slot_s) * slot_s + slot_s / 2
+        middle = slot_s * np.arange(0.5, DAY_S // slot_s)
         expected = self.rps(middle) * np.exp(noise * rng.standard_normal(len(middle)))
         requests = rng.poisson(expected * slot_s) / slot_s
         return Rates(slot_s, requests, requests * self.tokens_per_request)

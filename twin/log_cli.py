@@ -76,7 +76,7 @@ def explain(log: Path, request: int) -> None:
     _print(story)
 
 
-def _unreadable(error: ValueError, hashes: set[str]) -> str:
+def _unreadable(error: Exception, hashes: set[str]) -> str:
     if isinstance(error, LogError):
         return str(error)
     others = ", ".join(sorted(hashes - {code_hash()}))

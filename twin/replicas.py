@@ -114,7 +114,9 @@ class Replica:
     def _intercepted(self, seq: Sequence, now_ns: int) -> bool:
         """Whether the request never reaches the engine."""
         if self.state != "up":  # connection refused
-            self._world.fail(seq.data, seq, "replica_lost", 2 * self._world.settings.network_ns)
+            self._world.failures.fail(
+                seq.data, seq, "replica_lost", 2 * self._world.settings.network_ns
+            )
             return True
         if self._lost(seq.id, _REQUEST, seq.data.tries):
             return True
@@ -310,7 +312,7 @@ class Replica:
             self._past_steps += done.steps
             self._past_preemptions += self.engine.preemptions
             self.engine = self._new_engine()
-            self._world.lost(self, reason, out_of_memory)
+            self._world.failures.lost(self, reason, out_of_memory)
         if restart_ns is not None and not self._broken:
             self._begin("", restart_ns)
         elif not self._broken:

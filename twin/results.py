@@ -126,17 +126,23 @@ def results_batch(chunk: Chunk, seen: Observed, fleet: list[ReplicaSpec]) -> pa.
         ],
         "tier": list(seen.tier),
         "replica": [names[index] if index >= 0 else None for index in seen.replica.tolist()],
-        "verification_status": [status or None for status in seen.verification],
     }
+    if any(seen.verification):
+        categories["verification_status"] = [status or None for status in seen.verification]
     codes = [result.http_code for result in chunk.results]
     columns: dict[str, pa.Array] = {
         name: category_column(values) for name, values in categories.items()
     }
     columns["http_code"] = pa.array(codes, pa.int16())
     columns["retries"] = pa.array(np.clip(seen.tries - 1, 0, 127), pa.int8())
-    confidence = np.where(seen.confidence_permille < 0, np.nan, seen.confidence_permille / 1000)
-    columns["confidence"] = pa.array(confidence, pa.float32(), from_pandas=True)
+    told = seen.confidence_permille >= 0
+    if told.any():
+        confidence = np.where(told, seen.confidence_permille / 1000, np.nan)
+        columns["confidence"] = pa.array(confidence, pa.float32(), from_pandas=True)
     for name, values in seen.columns.items():
         columns[name] = pa.array(values, pa.float32(), from_pandas=True)
+    for name in ("verification_status", "confidence"):
+        if name not in columns:  # what the trace had there was not observed here
+            columns[name] = pa.nulls(len(codes), batch.schema.field(name).type)
     arrays = [columns.get(field.name, batch.column(i)) for i, field in enumerate(batch.schema)]
     return pa.RecordBatch.from_arrays(arrays, schema=batch.schema)

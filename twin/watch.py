@@ -25,8 +25,6 @@ class Sample(NamedTuple):
     """By replica."""
     arrived: int = 0
     """Requests so far."""
-    up: int = 0
-    """Replicas that can take work."""
 
 
 def _busyness(sample: Sample) -> int:
@@ -52,18 +50,15 @@ class Watch:
     def _sample(self, event: simpy.Event | None) -> None:
         world = self._world
         now_ns = world.now_ns
-        running = waiting = up = 0
+        running = waiting = 0
         used = []
         for replica in world.replicas:
             load = replica.engine.observe(now_ns)
             running += load.running
             waiting += load.waiting
-            up += replica.state == "up"
             used.append(1000 * load.kv_blocks_used // (replica.spec.settings.kv_blocks - 1))
         samples = self.samples
-        samples.append(
-            Sample(now_ns, world.queued, running, waiting, tuple(used), world.arrived, up)
-        )
+        samples.append(Sample(now_ns, world.queued, running, waiting, tuple(used), world.arrived))
         if len(samples) >= world.settings.samples_max:
             pairs = (samples[at : at + 2] for at in range(0, len(samples), 2))
             samples[:] = [max(pair, key=_busyness) for pair in pairs]

@@ -16,29 +16,24 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import msgspec
 import simpy
 
 from policy.decisions import Abort, Dispatch, Refused, Settled
-from policy.events import (
-    Arrived,
-    Cancelled,
-    ErrorKind,
-    Failed,
-    Finished,
-    FirstToken,
-    ReplicaDown,
-)
+from policy.events import Arrived, Cancelled, Finished, FirstToken
 from policy.runner import Runner
 from twin.agenda import ARRIVALS, DELIVERIES, Callbacks, Event
+from twin.answer_model import AnswerModel, Features
 from twin.arrivals import Asked
-from twin.calls import Call
+from twin.calls import Call, Result
 from twin.cards import Cards
 from twin.dice import Dice
 from twin.engine import Sequence, UnfitError
 from twin.engine.steptime import TICK_BITS
 from twin.errands import Errands
+from twin.failures import Failures
 from twin.faults import Injector
 from twin.replicas import Replica
 from twin.watch import Sample, Watch
@@ -64,10 +59,6 @@ __all__ = [
     "WorldError",
     "WorldSettings",
 ]
-
-
-QUIET_SWEEPS_MOST = 4
-"""Twice a call's time-out: if nothing was settled for that long, nothing more will be."""
 
 
 class WorldError(RuntimeError):
@@ -107,80 +98,9 @@ class WorldSettings:
     gpu_event_ns: int = 1_000_000_000
     """From a card's error to the event that tells of it."""
 
-
-class Result(NamedTuple):
-    """What became of one request. Times in ns since the start; -1: it never came to that."""
-
-    outcome: str
-    why: str
-    tier: str
-    http_code: int
-    replica: int
-    tries: int
-    arrival_ns: int
-    settled_ns: int
-    dispatched_ns: int
-    scheduled_ns: int
-    first_ns: int
-    """The engine had computed its first token."""
-    last_ns: int
-    """The engine had computed its last token."""
-    first_out_ns: int
-    """The first token was back at the controller."""
-    cached_tokens: int
-    output_tokens: int
-    """Made by the engine; 0 for an embedding, and where it came to nothing."""
-    preemptions: int
-    confidence_permille: int = -1
-    """What the caller was told; -1: nothing."""
-    verification: str = ""
-    correct: int = -1
-    """Whether the engine's last answer was right, where an answer model knows: 1 or 0."""
-    answered_ns: int = -1
-    """The engine's answer was back at the controller; what it did with it then, took the rest."""
-
-
-class Features(NamedTuple):
-    """What an answer looks like from outside, and whether it is right."""
-
-    entropy_mean_millinats: int
-    entropy_worst_millinats: int
-    close_permille: int
-    contradiction: bool
-    correct: bool
-    """Nobody in the world is told: it is for the report and for verdicts."""
-
-
-class AnswerModel(Protocol):
-    """What engines answer. Every draw depends on the arguments only."""
-
-    def features(
-        self,
-        request: int,
-        asked: Chunk | Asked,
-        row: int,
-        *,
-        replica: int,
-        version: str,
-        model: str,
-        in_flight: int,
-        shift_permille: int,
-        now_ns: int,
-    ) -> Features:
-        """Of the answer to ``asked``'s row that ``replica`` gave.
-
-        Args:
-            model: that was asked for; it may differ from the row's own.
-            in_flight: requests left in that engine.
-            shift_permille: how far bad weights move it; 0: they are good.
-        """
-        ...
-
-    def verdict(
-        self, request: int, first_correct: bool, second_correct: bool
-    ) -> Literal["match", "mismatch"]:
-        """Whether two answers to the same request agree."""
-        ...
+    def __post_init__(self) -> None:
+        if self.call_timeout_ns < 2:
+            raise ValueError(f"call_timeout_ns is {self.call_timeout_ns}: it must be at least 2")
 
 
 class World:
@@ -204,9 +124,9 @@ class World:
     """
 
     __slots__ = (
-        "_answers", "_cards", "_chunks", "_more", "_next_id", "_on_arrival", "_quiet_sweeps",
-        "_settled", "_source", "_swept", "calls", "clients", "cold_start_factor", "env", "errands",
-        "faults", "keeps_version", "link_dice", "queued", "refused", "replicas", "retry_attempts",
+        "_answers", "_cards", "_chunks", "_more", "_next_id", "_on_arrival", "_settled", "_source",
+        "calls", "clients", "cold_start_factor", "env", "errands", "failures", "faults",
+        "keeps_version", "link_dice", "queued", "refused", "replicas", "retry_attempts",
         "runner", "seed", "settings", "watch",
     )  # fmt: skip
 
@@ -247,15 +167,13 @@ class World:
         self._settled = settled
         self._chunks: list[Chunk] = []
         self._next_id = 0
-        self._swept = 0
-        """Requests that were settled by the last sweep."""
-        self._quiet_sweeps = 0
         self._source: Iterator[Chunk] = iter(())
         self._on_arrival: Callbacks = [self._arrive]
         self._more = True
         clock = partial(attrgetter("_now"), env)  # env.now is a property: a call more, each time
         self.runner = Runner(policy, clock, self._apply, self._arm, log)
         self.errands = Errands(self)
+        self.failures = Failures(self)
         specs = [*fleet, *standbys]
         if [spec.id for spec in specs] != list(range(len(specs))):
             raise WorldError(
@@ -290,12 +208,12 @@ class World:
         self.faults.begin()
         if self._cards is not None:
             self._cards.begin()
-        self.after(self.settings.call_timeout_ns // 2, self._sweep)
+        self.failures.begin()
         self.env.run()
         if self.calls:
-            raise self._lost_requests()
+            raise self.lost_requests()
 
-    def _lost_requests(self) -> WorldError:
+    def lost_requests(self) -> WorldError:
         left = ", ".join(str(request) for request in list(self.calls)[:5])
         return WorldError(
             f"{len(self.calls)} requests were never settled (first ids: {left}): "
@@ -305,7 +223,12 @@ class World:
     @property
     def alive(self) -> bool:
         """Whether anything may still arrive or has to be settled."""
-        return self._more or self.clients > 0 or bool(self.calls)
+        return self.expects_more or bool(self.calls)
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether anything may still arrive."""
+        return self._more or self.clients > 0
 
     @property
     def arrived(self) -> int:
@@ -446,7 +369,7 @@ class World:
         try:
             replica.submit(seq, now_ns)
         except UnfitError:  # the server answers 400 after it has looked at the request
-            self.fail(call, seq, "rejected", replica.entry_ns + self.settings.network_ns)
+            self.failures.fail(call, seq, "rejected", replica.entry_ns + self.settings.network_ns)
 
     def _abort(self, decision: Abort) -> None:
         """Close the connection: nothing that is still on its way back is heard."""
@@ -454,12 +377,12 @@ class World:
         if call is not None:
             self.errands.abort_second(call)
             if call.replica == decision.replica:
-                self._detach(call)
+                self.detach(call)
                 if call.gone is not None:
                     call.gone.data = None
         self.replicas[decision.replica].abort(decision.request, self.now_ns)
 
-    def _detach(self, call: Call) -> None:
+    def detach(self, call: Call) -> None:
         """Nobody listens to the present try any more."""
         if call.seq is not None:
             call.gone = call.seq
@@ -486,17 +409,26 @@ class World:
         call = self.calls.get(seq.id)
         if call is not None and call.seq is seq:
             output_tokens = 0 if seq.pooling else seq.outputs
-            seen: list[Any] = []
-            call.answered_ns = self.env._now
-            features = self.features(call, seq, call.replica)
-            if features is not None:
-                *seen, correct = features
-                call.correct = int(correct)
-            self.runner.feed(
-                Finished(
-                    seq.id, call.replica, seq.prompt_tokens, seq.cached_tokens, output_tokens, *seen
-                )
+            finished = Finished(
+                seq.id, call.replica, seq.prompt_tokens, seq.cached_tokens, output_tokens
             )
+            call.answered_ns = self.env._now
+            if self._answers is not None:
+                finished = self._with_features(finished, call, seq)
+            self.runner.feed(finished)
+
+    def _with_features(self, finished: Finished, call: Call, seq: Sequence) -> Finished:
+        features = self.features(call, seq, call.replica)
+        if features is None:
+            return finished
+        call.correct = int(features.correct)
+        return msgspec.structs.replace(
+            finished,
+            entropy_mean_millinats=features.entropy_mean_millinats,
+            entropy_worst_millinats=features.entropy_worst_millinats,
+            close_permille=features.close_permille,
+            contradiction=features.contradiction,
+        )
 
     def features(self, call: Call, seq: Sequence, where: int) -> Features | None:
         """Of the answer that replica ``where`` gave; None for an embedding or without a model."""
@@ -562,59 +494,3 @@ class World:
         chunks = self._chunks
         while chunks and not chunks[0].open:
             self._settled(chunks.pop(0))
-
-    # ---- failures ----
-
-    def fail(self, call: Call, seq: Sequence, kind: ErrorKind, delay_ns: int) -> None:
-        """Nothing will come of ``seq``: the policy hears so after a while, if it still matters."""
-        if call.second is not None and call.second.seq is seq:
-            self.after(delay_ns, lambda event: self.errands.verification_failed(call, seq))
-            return
-        request, replica = seq.id, call.replica
-        self._detach(call)
-
-        def tell(event: simpy.Event) -> None:
-            if seq.data is not None and call.gone is seq and call.seq is None:
-                self.runner.feed(Failed(request, replica, kind))
-
-        self.after(delay_ns, tell)
-
-    def lost(self, replica: Replica, reason: str, out_of_memory: Sequence | None) -> None:
-        """A replica's process is gone: each caller's connection breaks, then it is down."""
-        network_ns = self.settings.network_ns
-        for call in list(self.calls.values()):
-            seq = call.seq
-            if seq is not None and call.replica == replica.id and call.answered_ns < 0:
-                self.fail(call, seq, "oom" if seq is out_of_memory else "replica_lost", network_ns)
-            second = call.second
-            if second is not None and second.replica == replica.id:
-                self.fail(call, second.seq, "replica_lost", network_ns)
-        down = ReplicaDown(replica.id, reason)
-        self.after(network_ns, lambda event: self.runner.feed(down))
-
-    def _sweep(self, event: simpy.Event) -> None:
-        """Every half time-out: set a timer for each call whose time ends before the next sweep.
-
-        A timer for every call would cost more than the rest of its driver.
-        """
-        now_ns = self.now_ns
-        limit_ns = self.settings.call_timeout_ns
-        period_ns = limit_ns // 2
-        for call in self.calls.values():
-            seq = call.seq
-            left_ns = call.dispatched_ns + limit_ns - now_ns
-            if seq is not None and call.answered_ns < 0 and 0 < left_ns <= period_ns:
-                self.after(left_ns, partial(self._time_out, call, seq))
-            self.errands.watch_second(call, now_ns)
-        settled = self._next_id - len(self.calls)
-        moved = settled != self._swept or self._more or self.clients > 0
-        self._quiet_sweeps = 0 if moved else self._quiet_sweeps + 1
-        self._swept = settled
-        if self._quiet_sweeps == QUIET_SWEEPS_MOST and self.calls:
-            raise self._lost_requests()
-        if self.alive:
-            self.after(period_ns, self._sweep)
-
-    def _time_out(self, call: Call, seq: Sequence, event: simpy.Event) -> None:
-        if call.seq is seq and call.answered_ns < 0:
-            self.fail(call, seq, "timeout", 0)

@@ -137,4 +137,5 @@ def quantile(values: Array, weights: Array, share: float) -> Array:
     order = np.argsort(values, axis=0, kind="stable")
     reached = np.cumsum(weights[order], axis=0)
     rows = np.argmax(reached >= share * reached[-1], axis=0)
-    return np.take_along_axis(values, order, axis=0)[rows, np.arange(values.shape[1])]
+    found: Array = np.take_along_axis(values, order, axis=0)[rows, np.arange(values.shape[1])]
+    return found

@@ -129,7 +129,7 @@ def test_a_start_that_never_ends_is_not_counted_on() -> None:
 
 
 def test_a_steep_rise_is_taken_to_go_on_while_a_replica_starts() -> None:
-    sections = {"load_memory_ms": 1, "trend_memory_ms": 100_000, "rule": "reactive"}
+    sections: dict[str, Any] = {"trend_memory_ms": 100_000, "rule": "reactive"}
     steep, flat = capacity(**sections), capacity(**sections, trend_least_permille=100_000)
     for made in (steep, flat):
         made.loop(0, [seen(1, 400)])
@@ -233,6 +233,10 @@ def test_a_rise_that_is_small_or_no_longer_expected_is_no_peak() -> None:
     made.forecast(0, forecast(100, 100, 100, 200))
     made.forecast(60 * S, forecast(100, 100, 100))
     assert made.turbo_extra_permille(180 * S) == 0
+    made.forecast(0, forecast(100, 200))
+    assert made.turbo_extra_permille(60 * S) == 300
+    made.forecast(60 * S, forecast())
+    assert made.turbo_extra_permille(60 * S) == 0
 
 
 # Giving up
@@ -330,6 +334,19 @@ def test_a_replica_that_cannot_be_known_is_ignored() -> None:
     made.down(0, 0)  # there is room again
     made.standby(0, standby(2))
     assert started(made.loop(5 * S, [seen(1, 9000)])) == [2]
+
+
+def test_another_policy_takes_over_replicas_and_forecast_but_no_load() -> None:
+    old, now_ns = busy_then_quiet(down_window_ms=0)
+    old.forecast(now_ns, forecast(100, 200, 300))
+    old.loop(now_ns, [seen(5, 3100)])
+    old.down(now_ns, 0)
+    new = capacity(running=0, standbys=0, replicas_max=9, horizons_max=2)
+    new.adopt(old.state(now_ns), 0)
+    assert new.draining(4)
+    assert new.due_loop(0)
+    assert new.size() == 9 + 2  # of the ten, the one that is away is forgotten
+    assert started(new.loop(0, [seen(3, 4000)])) == [5]
 
 
 def test_pools_are_named_by_what_they_serve() -> None:

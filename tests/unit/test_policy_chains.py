@@ -192,7 +192,25 @@ def test_a_chain_that_was_told_it_is_late_may_be_resumed() -> None:
     assert driver.ask("more", resume="k0").kind == "late"  # the client cannot know it yet
     driver.answer(2)
     assert driver.ask("plan", resume="k0") == Ruling("done", 17 * S, 0, "k0")
+    assert driver.ask("extra").share_ns == 2 * S  # of four weights still to come
     assert driver.ask("act") == Ruling("go", 17 * S, 8 * S, "k0")  # after k0: to be done again
+    assert driver.ask("plan", chain="z", resume="k1").kind == "go"  # k1 is given up
+    driver.now_ns = 70 * S
+    driver.chains.ended(driver.now_ns)
+    assert driver.ask("act").kind == "late"  # remembered from its new end
+
+
+def test_a_chain_is_not_resumed_while_its_end_is_being_carried_out() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0)
+    driver.ask("act")
+    driver.now_ns = 8 * S
+    assert driver.chains.ended(driver.now_ns) == [1]
+    assert driver.ask("plan", resume="k0").kind == "late"
+    driver.answer(1)
+    driver.answer(2)
+    assert driver.ask("plan", resume="k0").kind == "done"
 
 
 def test_another_chain_may_go_on_from_a_checkpoint_of_the_same_user() -> None:
@@ -208,6 +226,22 @@ def test_another_chain_may_go_on_from_a_checkpoint_of_the_same_user() -> None:
     assert driver.ask("act", chain="c", user="ann").checkpoint == "k1"
     assert driver.ask("plan", chain="c", user="bob", resume="k0").kind == "go"
     assert driver.ask("plan", chain="e", user="bob", resume="k0").kind == "go"
+
+
+def test_nothing_is_left_of_forgotten_chains() -> None:
+    driver = Driver()
+    for request, step in enumerate(("plan", "", "act")):
+        driver.ask(step)
+        driver.answer(request)
+    driver.ask("act", chain="d", resume="k1")  # plan and a nameless step are done there
+    driver.answer(3)
+    driver.ask("", chain="d")
+    driver.answer(4)
+    assert driver.chains.size() == 2 + 5
+    driver.now_ns = 100 * S
+    driver.ask("plan", chain="e", resume="k4")
+    driver.answer(5)
+    assert driver.chains.size() == 1 + 1
 
 
 def test_a_fixed_limit_gives_nothing_on_and_ends_the_chain_with_the_step() -> None:

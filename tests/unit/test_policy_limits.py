@@ -92,6 +92,22 @@ def test_every_limit_is_checked_before_any_is_charged() -> None:
     assert gate.after(S) == [1]
 
 
+def test_a_user_without_room_is_not_let_in_when_a_model_has_some() -> None:
+    gate = Gate(user_per_s=1, model_in_flight_most=1)
+    assert [gate.ask("bob", model="busy"), gate.ask("ann", model="busy")] == [PASS, PARKED]
+    assert gate.ask("ann", model="free") == PASS
+    assert gate.over(0) == []
+    assert gate.after(S) == [1]
+
+
+def test_no_tick_is_asked_for_when_nobody_waits_for_it() -> None:
+    gate = Gate(model_per_s=1)
+    assert [gate.ask("ann"), gate.ask("ann")] == [PASS, PARKED]
+    assert gate.limits.deadline_ns() == S
+    assert gate.over(1) == []
+    assert gate.limits.deadline_ns() is None
+
+
 def test_what_waits_for_a_model_does_not_hold_up_the_users_other_requests() -> None:
     gate = Gate(model_per_s=1)
     assert gate.ask("ann", model="a") == PASS

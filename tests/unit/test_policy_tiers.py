@@ -12,7 +12,7 @@ from policy.events import Cancelled, ReplicaDown, Ticked
 from policy.facts import Recent
 from policy.parameters import Classes, Line, Tiers
 from policy.tiers import BATCH, FALLBACK, LENT, STABLE, TFLOP, TURBO, Job, Pool, Tags
-from tests.policy_support import QUEUE_ALONE, MS, Bench, Checked, S, arrived, parameters, up
+from tests.policy_support import MS, QUEUE_ALONE, Bench, Checked, S, arrived, parameters, up
 
 SHARES = (0, 150, 200, 100, 50)
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from policy.compose import build_policy
+from policy.decisions import Decision, Dispatch, Settled, Verify
+from policy.events import Arrived, Event, Finished, Verified
 from policy.files import load_policy
-from tests.support import NoLog, bare_fleet, engine_settings, flat_cost, write_rows
+from tests.support import NoLog, ScriptedPolicy, bare_fleet, engine_settings, flat_cost, write_rows
 from traces.schema import SCHEMA
 from twin.arrivals import Chunk, arrivals
 from twin.results import HOPS, Observed, results_batch
@@ -18,13 +20,14 @@ from twin.world import World, WorldSettings
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from policy.contract import Policy
     from twin.fleet import ReplicaSpec
 
 SETTINGS = WorldSettings(gateway_ns=900, network_ns=300, scrape_every_ns=0, sample_every_ns=0)
 
 
 def played(
-    tmp_path: Path, rows: list[dict[str, Any]], policy: str = "fifo", **changes: Any
+    tmp_path: Path, rows: list[dict[str, Any]], policy: str | Policy = "fifo", **changes: Any
 ) -> tuple[Chunk, Observed, list[ReplicaSpec]]:
     """One chunk of rows, played through two replicas."""
     fleet = bare_fleet(
@@ -35,7 +38,9 @@ def played(
     )
     trace = write_rows(tmp_path / "t.parquet", rows)
     done: list[Chunk] = []
-    world = World(fleet, build_policy(load_policy(policy)), NoLog(), done.append, SETTINGS)
+    if isinstance(policy, str):
+        policy = build_policy(load_policy(policy))
+    world = World(fleet, policy, NoLog(), done.append, SETTINGS)
     world.run(arrivals(trace))
     (chunk,) = done
     return chunk, Observed(chunk, fleet, SETTINGS), fleet
@@ -129,3 +134,48 @@ def test_rows_keep_what_they_had_and_gain_what_was_seen(tmp_path: Path) -> None:
     assert set(batch.column("outcome").to_pylist()) == {"answered"}
     e2e_s = np.array(batch.column("e2e_s").to_pylist())
     assert np.allclose(e2e_s, seen.columns["e2e_s"], rtol=1e-6)
+
+
+def test_what_is_done_with_an_answer_that_is_back_is_the_gateways_time(tmp_path: Path) -> None:
+    """A second run to compare with: the hops still add up."""
+
+    def decide(now_ns: int, event: Event) -> list[Decision]:
+        if isinstance(event, Arrived):
+            return [Dispatch(event.request, 0, "")]
+        if isinstance(event, Finished):
+            return [Verify(event.request, 1)]
+        if isinstance(event, Verified):
+            return [Settled(event.request, "answered", "", "", 200, 0, 640, "match")]
+        return []
+
+    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "output_tokens": 3}]
+    chunk, seen, fleet = played(tmp_path, rows, ScriptedPolicy(decide))
+    ns = {name: round(seen.columns[name][0] * 1e9) for name in (*HOPS, "e2e_s")}
+    once = 900 + 2 * 300 + 5000 + 1 + (1000 + 2 * 10) + (2 * 1000 + 11 + 12) + 400 + 3 * 20
+    assert ns["e2e_s"] == 2 * once
+    assert ns["gateway_s"] == 900 + once
+    assert sum(ns[name] for name in HOPS) == ns["e2e_s"]
+    batch = results_batch(chunk, seen, fleet)
+    assert batch["verification_status"].to_pylist() == ["match"]
+    assert batch["confidence"].to_pylist() == [pytest.approx(0.64)]
+
+
+def test_an_answer_that_was_kept_has_a_time_but_no_engine(tmp_path: Path) -> None:
+    """The second request is answered from the cache, the third from a template."""
+
+    def decide(now_ns: int, event: Event) -> list[Decision]:
+        if isinstance(event, Arrived) and event.request == 0:
+            return [Dispatch(0, 0, "")]
+        if isinstance(event, Finished):
+            how = {1: "cached", 2: "template"}
+            kept = [Settled(request, "degraded", "", how[request]) for request in how]
+            return [Settled(0, "answered"), *kept]
+        return []
+
+    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "output_tokens": 3}] * 3
+    _, seen, _ = played(tmp_path, rows, ScriptedPolicy(decide))
+    assert seen.whole.tolist() == [True, True, False]
+    e2e, ttft, queue = (seen.columns[name] for name in ("e2e_s", "ttft_s", "queue_s"))
+    assert e2e[1] == ttft[1] == queue[1] == e2e[0]
+    assert np.isnan(e2e[2])
+    assert np.isnan(ttft[2])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from policy.events import Forecasted, PolicySwitched, RolloutRequested
 from policy.files import FileError, load_policy
@@ -14,7 +16,7 @@ from traces import TraceError, open_trace
 from twin.fleet import FleetError
 from twin.scenario import load_scenario, parse_scenario, run_scenario, scenario_names
 from twin.scenario.expect import Expectation, figure_at, judge
-from twin.scenario.files import policy_of
+from twin.scenario.files import SETUP, policy_of
 from twin.scenario.happenings import dated_events
 from twin.scenario.merge import merged
 from twin.scenario.rack import rack_of
@@ -22,9 +24,6 @@ from twin.scenario.result import spans
 from twin.scenario.run import fault_times, world_settings
 from twin.scenario.spec import Setup
 from twin.source import Source, write_sources
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STREAM = {
     "name": "s", "business_line": "search", "sla_class": "P0", "model": "qwen3-8b",
@@ -59,6 +58,16 @@ def test_every_shipped_scenario_is_valid() -> None:
     assert {"peak", "retries"} <= set(scenario_names())
     for name in scenario_names():
         assert load_scenario(name).head.name == name
+
+
+def test_the_documented_example_is_valid(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text()
+    example = tmp_path / "example.yaml"
+    example.write_text(text.partition("```yaml")[2].partition("```")[0])
+    scenario = load_scenario(example)
+    assert set(SETUP) <= set(yaml.safe_load(example.read_text()))
+    assert scenario.runs["stable"].faults[0].on == "host0/card0"
+    assert len(rack_of(scenario.runs["bigger"].fleet, tmp_path)[0]) == 6
 
 
 def test_a_scenario_without_runs_has_one(tmp_path: Path) -> None:

@@ -230,3 +230,25 @@ def test_without_requests_there_are_no_figures_but_no_errors_either() -> None:
     assert figures["ttft_s_p95"] is None
     assert figures["goodput_per_s"] is None
     assert all(figures[f"{name}_mean"] is None for name in HOPS)
+
+
+def test_a_template_or_a_part_of_a_chain_is_not_good_however_fast(tmp_path: Path) -> None:
+    hows = ["model small", "cached", "template", "chain_budget", "low_confidence"]
+    results = [result(outcome="degraded", why=how) for how in hows]
+    summary = summary_of(tmp_path, [row("P0")] * 5, results)
+    assert (summary.all.degraded, summary.all.good) == (5, 2)
+    assert summary.degraded_how == dict.fromkeys(hows, 1)
+
+
+def test_wrong_answers_are_counted_where_they_were_given_out_as_answers(tmp_path: Path) -> None:
+    results = [
+        result()._replace(correct=1, verification="not_needed"),
+        result()._replace(correct=0, verification="match"),
+        result()._replace(correct=0, verification="match"),
+        result(outcome="degraded", why="template")._replace(correct=0, verification="mismatch"),
+        result(),
+    ]
+    summary = summary_of(tmp_path, [row("P0")] * 5, results)
+    assert (summary.all.judged, summary.all.wrong) == (3, 2)
+    assert summary.verification == {"not_needed": 1, "match": 2, "mismatch": 1, "": 1}
+    assert summary.all.figures(1.0)["wrong"] == 2

@@ -11,7 +11,7 @@ import pytest
 
 from policy.compose import build_policy
 from policy.decisions import Abort, Decision, Dispatch, Settled
-from policy.events import Arrived, Cancelled, Event, Failed, Finished, FirstToken, Scraped
+from policy.events import Arrived, Cancelled, Event, Failed, Finished, FirstToken, Scraped, Ticked
 from policy.files import load_policy
 from tests.support import (
     BARE,
@@ -202,6 +202,45 @@ def test_a_policy_that_loses_a_request_is_found_out() -> None:
     rows = {"arrival_s": [0.0, 0.1, 0.2]}
     with pytest.raises(WorldError, match=r"1 requests were never settled \(first ids: 1\)"):
         play_rows(rows, one_replica(), ScriptedPolicy(decide))
+
+
+def test_a_lost_request_is_found_out_although_the_world_is_watched() -> None:
+    """Samples and scrapes go on while anything is open: not for ever."""
+    policy = ScriptedPolicy(lambda now_ns, event: [])
+    settings = WorldSettings(call_timeout_ns=2 * 10**9)
+    with pytest.raises(WorldError, match=r"2 requests .*first ids: 0, 1"):
+        play_rows({"arrival_s": [0.0, 9.0]}, one_replica(), policy, settings=settings)
+
+
+def test_a_policy_that_wants_to_be_ticked_for_ever_does_not_keep_the_world_going() -> None:
+    class Ticking(ScriptedPolicy):
+        """Every 5 us, whatever happens."""
+
+        due_ns = 5000
+
+        def step(self, now_ns: int, event: Event) -> tuple[Decision, ...]:
+            if isinstance(event, Ticked):
+                self.due_ns += 5000
+            return super().step(now_ns, event)
+
+        def deadline_ns(self) -> int | None:
+            return self.due_ns
+
+    def decide(now_ns: int, event: Event) -> list[Decision]:
+        if isinstance(event, Arrived):
+            return [Dispatch(event.request, 0, "")]
+        return [Settled(event.request, "answered")] if isinstance(event, Finished) else []
+
+    log = ListLog()
+    rows = {"arrival_s": [0.0], "output_tokens": [22]}
+    play_rows(rows, one_replica(), Ticking(decide), log=log)
+    ticks = [now_ns for now_ns, event, _ in log.records if isinstance(event, Ticked)]
+    assert ticks == [5000, 10_000, 15_000, 20_000]
+
+
+def test_a_call_needs_a_time_out() -> None:
+    with pytest.raises(ValueError, match="call_timeout_ns is 0: it must be at least 2"):
+        WorldSettings(call_timeout_ns=0)
 
 
 def test_a_policy_that_never_settles_an_answer_is_found_out() -> None:

@@ -65,6 +65,7 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
 
 def parse_scenario(raw: Mapping[str, Any], where: str, folder: Path) -> Scenario:
     """The same of a document that is read already."""
+    raw = _with_on(raw)
     for key in raw:
         if key not in (*HEAD, *SETUP):
             raise FileError(where, "unknown key", key=key, hint=nearest(key, (*HEAD, *SETUP)))
@@ -97,6 +98,13 @@ def _setup(base: Mapping[str, Any], over: Mapping[str, Any], where: str) -> Setu
         if key not in SETUP:
             raise FileError(where, "unknown key", key=key, hint=nearest(key, SETUP))
     return decode(_plain_policy(merged(base, over, where)), Setup, where, schema=None)
+
+
+def _with_on(raw: Any) -> Any:
+    """YAML 1.1 reads a bare ``on`` as true, as a key too: there the word is meant."""
+    if isinstance(raw, dict):
+        return {"on" if key is True else key: _with_on(value) for key, value in raw.items()}
+    return [_with_on(value) for value in raw] if isinstance(raw, list) else raw
 
 
 def _plain_policy(raw: dict[str, Any]) -> dict[str, Any]:

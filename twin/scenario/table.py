@@ -15,10 +15,10 @@ SHOWN = (
     ("good", "all.good_share", "{:.1%}"),
     ("shed", "all.shed_share", "{:.1%}"),
     ("failed", "all.failed_share", "{:.1%}"),
-    ("TTFT p50", "all.ttft_s.p50", "{:.2f} s"),
-    ("p99", "all.ttft_s.p99", "{:.2f} s"),
+    ("TTFT p50 s", "all.ttft_s.p50", "{:.2f}"),
+    ("TTFT p99 s", "all.ttft_s.p99", "{:.2f}"),
     ("good/s", "all.good_per_s", "{:.1f}"),
-    ("GPU h", "fleet.gpu_hours", "{:.1f}"),
+    ("GPU h", "fleet.gpu_hours", "{:.2f}"),
 )
 
 
