@@ -7,7 +7,7 @@ import click
 from traces.cli import trace
 from twin.cli import completion, policy, replay_command
 from twin.log_cli import audit, explain
-from twin.scenario.cli import scenario
+from twin.scenario_cli import scenario
 
 HELP = """Twinkeel: a digital twin and live controller that keep LLM serving stable.
 

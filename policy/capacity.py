@@ -158,14 +158,16 @@ class Capacity:
             self._move(machine, AWAY)
 
     def lost(self, now_ns: int, replica: int) -> Sequence[Decision]:
-        """A running replica is out for good: a standby replaces it at once."""
+        """A running replica is out for good: a standby replaces it at once, unless fewer would do.
+        Replicas that are never given up are never too many."""
         machine = self._machines.get(replica)
         if machine is None or machine.state not in (UP, DRAINING):
             return ()
         pool = self._pool(machine.pool)
         have = self._have(machine.pool)
+        kept = sum(not other.managed for other in self._in(machine.pool, UP))
         self._move(machine, AWAY)
-        wanted = min(have, pool.desired) if pool.desired else have
+        wanted = min(have, max(pool.desired, kept)) if pool.desired else have
         return tuple(self._grow(now_ns, pool.name, wanted - self._have(pool.name)))
 
     def emptied(self, now_ns: int, replica: int) -> Sequence[Decision]:

@@ -17,21 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from policy.alerts import Alerts, AlertsState
 from policy.breakers import Breakers, BreakersState
-from policy.capacity import Capacity, CapacityState, Seen, pool_of
 from policy.chains import Chains, ChainsState
 from policy.confidence import Confidence, ConfidenceState
 from policy.decisions import (
     Abort,
-    BreakerMoved,
     LookUp,
     Refused,
     Reset,
-    Rotated,
     SaveCheckpoint,
     Settled,
-    Start,
 )
 from policy.events import (
     Arrived,
@@ -41,28 +36,18 @@ from policy.events import (
     Failed,
     Finished,
     FirstToken,
-    Forecasted,
-    GpuFault,
-    GpuRead,
     LookedUp,
     PolicySwitched,
-    Progress,
     ReplicaDown,
-    ReplicaUp,
     Restored,
-    RolloutRequested,
-    Scraped,
-    Standby,
     Ticked,
     Verified,
-    Warmed,
 )
 from policy.facts import LOOKING, SAVING, VERIFYING, Facts, FactsState, Illegal
-from policy.health import Health, HealthState
+from policy.fleet import Fleet, FleetState
 from policy.limits import FULL, PARKED, Limits, LimitsState
 from policy.outcomes import CALLERS_FAULT, MAYBE_RUNNING, failed
 from policy.parameters import Parameters, canonical, from_canonical
-from policy.rollout import Rollout, RolloutState
 from policy.tiered import Tiered, TieredState
 from policy.tiers import NAMES, NS_PER_MS
 
@@ -72,7 +57,6 @@ if TYPE_CHECKING:
     from policy.decisions import Decision
     from policy.events import Event
     from policy.facts import Open
-    from policy.hosts import Host
     from policy.mechanism import Mechanism
     from policy.placement import Score
     from policy.tiers import Job
@@ -80,9 +64,10 @@ if TYPE_CHECKING:
     Decisions = list[Decision]
 
 NO_PENALTIES = (0, 0, 0)
-PULSE_NS = 100_000_000
-"""How often the mechanisms that watch are asked whether something is due, while work is open. Fine
-enough for what they judge (seconds), and nothing on a request's way pays for it."""
+PULSE_LEAST_NS, PULSE_MOST_NS = 50_000_000, 500_000_000
+"""The mechanisms that watch are asked when something is due, but no sooner than after the first of
+these; and while work is open no later than after the second, since what happens on a request's way
+may have made something due. Nothing does so within less by default."""
 
 
 class ServiceState(msgspec.Struct, array_like=True):
@@ -94,13 +79,9 @@ class ServiceState(msgspec.Struct, array_like=True):
     breakers: BreakersState | None
     confidence: ConfidenceState | None
     chains: ChainsState | None
-    health: HealthState | None
-    capacity: CapacityState | None
-    rollout: RolloutState | None
-    alerts: AlertsState | None
+    fleet: FleetState
     parked: list[tuple[int, int]]
     pulse_ns: int | None
-    looped_ns: int
 
 
 _ENCODER = msgspec.msgpack.Encoder(order="sorted")
@@ -111,10 +92,9 @@ class Service:
     """The policy of the discipline ``tiered``."""
 
     __slots__ = (
-        "_alerts", "_attention", "_breakers", "_capacity", "_chains", "_confidence",
-        "_fleet_version", "_handlers", "_health", "_health_version", "_later", "_limits",
-        "_looped_ns", "_parked", "_parked_due", "_pulse_ns", "_rollout", "_stuck", "_tiered",
-        "_verify_below", "_watching", "facts", "parameters",
+        "_breakers", "_chains", "_confidence", "_fleet", "_handlers", "_health", "_later",
+        "_limits", "_parked", "_parked_due", "_pulse_ns", "_tiered", "_verify_below", "_watching",
+        "facts", "parameters",
     )  # fmt: skip
 
     def __init__(self, parameters: Parameters, facts: Facts | None = None) -> None:
@@ -123,50 +103,32 @@ class Service:
         """Requests that a limit holds back: when they are due at the latest."""
         self._parked_due: list[tuple[int, int]] = []
         self._pulse_ns: int | None = None
-        self._looped_ns = 0
-        """When the load was last told to capacity."""
-        self._attention = False
-        """The rotation may have changed."""
         self._later: list[Decision] = []
         """What breakers decided on the way."""
-        self._stuck: list[tuple[int, str]] = []
-        """Replicas whose requests are to be moved, and the kind of failure."""
-        self._health_version = 0
-        self._fleet_version = 0
         self._build(parameters)
         self._handlers: dict[type, Callable[[int, Any], Sequence[Decision]]] = {
-            ReplicaUp: self._up,
-            ReplicaDown: self._down,
-            Scraped: self._scraped,
-            Standby: self._standby,
-            Progress: self._progress,
-            GpuRead: self._gpu_read,
-            GpuFault: self._gpu_fault,
             Verified: self._verified,
             CheckpointSaved: self._saved,
             CheckpointFailed: self._saved,
             LookedUp: self._looked_up,
-            Forecasted: self._forecast,
-            RolloutRequested: self._rollout_requested,
-            Warmed: self._warmed,
             PolicySwitched: self._switched,
             Restored: self._back,
         }
 
     def _build(self, parameters: Parameters) -> None:
         self.parameters = parameters
-        self._tiered = Tiered(parameters, self.facts, self._closed, self._sent)
+        self._fleet = Fleet(parameters, self.facts)
+        self._tiered = Tiered(parameters, self.facts, self._closed, self._fleet.sent)
+        self._fleet.attach(self._tiered)
         self._limits = Limits(parameters.limits) if parameters.limits.enabled else None
         self._breakers = Breakers(parameters.breakers) if parameters.breakers.enabled else None
         confidence = parameters.confidence
         self._confidence = Confidence(confidence) if confidence.enabled else None
         self._verify_below = confidence.verify_below_permille
         self._chains = Chains(parameters.chains) if parameters.chains.enabled else None
-        self._health = Health(parameters.health) if parameters.health.enabled else None
-        self._capacity = Capacity(parameters.capacity) if parameters.capacity.enabled else None
-        self._rollout = Rollout(parameters.rollout) if parameters.rollout.enabled else None
-        self._alerts = Alerts(parameters.alerts) if parameters.alerts.enabled else None
-        watching = (self._health, self._breakers, self._rollout, self._capacity)
+        fleet = self._fleet
+        self._health = fleet.health
+        watching = (fleet.health, self._breakers, fleet.rollout, fleet.capacity)
         self._watching: list[Mechanism[Any]] = [one for one in watching if one is not None]
 
     @property
@@ -177,10 +139,10 @@ class Service:
             "breakers": self._breakers,
             "confidence": self._confidence,
             "chains": self._chains,
-            "health": self._health,
-            "capacity": self._capacity,
-            "rollout": self._rollout,
-            "alerts": self._alerts,
+            "health": self._fleet.health,
+            "capacity": self._fleet.capacity,
+            "rollout": self._fleet.rollout,
+            "alerts": self._fleet.alerts,
         }
         return {name: one for name, one in every.items() if one is not None}
 
@@ -202,18 +164,19 @@ class Service:
             elif kind is Ticked:
                 decisions = self._ticked(now_ns)
             else:
-                decisions = self._handlers[kind](now_ns, event)
+                handler = self._handlers.get(kind)
+                decisions = (handler or self._fleet.told)(now_ns, event)
                 if self._watching:
                     self._soon(now_ns)
         except Illegal as illegal:
             return (Refused(kind.__name__, str(illegal)),)
-        if self._attention or self._parked or self._tiered.gone:
+        if self._fleet.attention or self._parked or self._tiered.gone:
             return self._followed_up(now_ns, list(decisions))
         return decisions
 
     def _soon(self, now_ns: int) -> None:
         """A pulse is due within the usual time, however long it was quiet."""
-        at_ns = now_ns + PULSE_NS
+        at_ns = now_ns + PULSE_MOST_NS
         if self._pulse_ns is None or self._pulse_ns > at_ns:
             self._pulse_ns = at_ns
 
@@ -303,9 +266,9 @@ class Service:
         health = self._health
         if health is not None:
             told = health.first_token(now_ns, event.request, event.replica)
-            if told or self._moved():
-                self._attention = True
-                self._tell(now_ns, told, decisions)
+            if told or self._fleet.moved():
+                self._fleet.attention = True
+                self._fleet.tell(now_ns, told, decisions)
         if self._tiered.queued:
             decisions += self._tiered.refill(now_ns, (event.replica,))
         return decisions
@@ -322,9 +285,9 @@ class Service:
             expected_ns = 0 if first_ns is None else job.prefill_ns
             ttft_ns = (now_ns if first_ns is None else first_ns) - dispatched_ns
             told = self._health.answered(now_ns, event.request, event.replica, ttft_ns, expected_ns)
-            if told or self._moved():
-                self._attention = True
-                self._tell(now_ns, told, decisions)
+            if told or self._fleet.moved():
+                self._fleet.attention = True
+                self._fleet.tell(now_ns, told, decisions)
         tokens = event.prompt_tokens + event.output_tokens
         if self._limits is not None and opened.event.user:
             self._limits.served(now_ns, opened.event.user, tokens + event.output_tokens)
@@ -383,7 +346,7 @@ class Service:
         decisions = self._verification_over(now_ns, opened, event.verdict)
         if self._health is not None:
             self._health.gone(now_ns, event.request, event.replica)
-            self._attention |= self._moved()
+            self._fleet.attention |= self._fleet.moved()
         return decisions
 
     def _verification_over(self, now_ns: int, opened: Open, verdict: str) -> Decisions:
@@ -447,7 +410,9 @@ class Service:
     def _delivered(self, now_ns: int, opened: Open, settled: Settled) -> Sequence[Decision]:
         """Tell the caller; a chain's state is made safe before."""
         event = opened.event
-        if self._chains is None or not event.chain or not self._chains.answered(event.request):
+        chains = self._chains
+        worth_keeping = bool(event.chain) and settled.why != "template"
+        if chains is None or not worth_keeping or not chains.answered(event.request):
             return self._settled(now_ns, opened, settled)
         replica = opened.replica
         if replica >= 0:
@@ -518,8 +483,8 @@ class Service:
             decisions.append(Abort(event.request, event.replica))
         if self._health is not None:
             told = self._health.failed(now_ns, event.request, event.replica, event.kind)
-            self._tell(now_ns, told, decisions)
-            self._attention |= self._moved()
+            self._fleet.tell(now_ns, told, decisions)
+            self._fleet.attention |= self._fleet.moved()
         return decisions + self._lost(now_ns, opened, event.kind)
 
     def _lost(self, now_ns: int, opened: Open, kind: str) -> Decisions:
@@ -563,7 +528,7 @@ class Service:
             decisions.append(Abort(request, opened.replica))
             if self._health is not None:
                 self._health.gone(now_ns, request, opened.replica)
-                self._attention |= self._moved()
+                self._fleet.attention |= self._fleet.moved()
         elif job is not None and job.queued:
             replicas = self._tiered.waits_for(opened, job)
         if job is not None:
@@ -587,7 +552,7 @@ class Service:
         )
         if told:
             self._later += told
-            self._attention = True
+            self._fleet.attention = True
 
     # What is due
 
@@ -615,223 +580,36 @@ class Service:
 
     def _pulse(self, now_ns: int, decisions: Decisions) -> None:
         """Ask the mechanisms that watch whether something is due."""
+        self._fleet.pulse(now_ns, decisions)
+        breakers = self._breakers
+        if breakers is not None:
+            due_ns = breakers.deadline_ns()
+            if due_ns is not None and due_ns <= now_ns:
+                self._fleet.tell(now_ns, breakers.ticked(now_ns), decisions)
+        pulse_ns = now_ns + PULSE_MOST_NS if self.facts.open else None
         for mechanism in self._watching:
-            due_ns = mechanism.deadline_ns()
-            if due_ns is not None and due_ns <= now_ns and mechanism is not self._capacity:
-                self._tell(now_ns, mechanism.ticked(now_ns), decisions)
-        capacity = self._capacity
-        if capacity is not None:
-            if capacity.due_loop(now_ns):
-                self._scale(now_ns, capacity.loop(now_ns, self._seen(now_ns)), decisions)
-            extra = 1000 + capacity.turbo_extra_permille(now_ns)
-            reserve = self.parameters.inflight.reserve_permille * extra // 1000
-            self._tiered.reserve(min(reserve, 1000))
-        for host in self._tiered.hosts.values():
-            if host.penalties != NO_PENALTIES or host.throttled:  # or has the reading grown stale?
-                self._tiered.placer.refresh(host, now_ns)
-        if self._tiered.gone or self._moved():
-            self._attention = True
-        if self.facts.open:
-            self._pulse_ns = now_ns + PULSE_NS
-            return
-        self._pulse_ns = None
-        for mechanism in self._watching:
-            self._pulse_ns = _earlier(self._pulse_ns, mechanism.deadline_ns())
-        if self._pulse_ns is not None:
-            self._pulse_ns = max(self._pulse_ns, now_ns + PULSE_NS)
-
-    def _seen(self, now_ns: int) -> list[Seen]:
-        """The load of each pool since the last time."""
-        tiered = self._tiered
-        elapsed_ns = max(1, now_ns - self._looped_ns)
-        self._looped_ns = now_ns
-        pools: dict[str, list[Host]] = {}
-        for number, host in sorted(tiered.hosts.items()):
-            if host.replica.ready and number not in tiered.gone:
-                spec = host.spec
-                pools.setdefault(pool_of(spec.models, spec.pooling), []).append(host)
-        queued: dict[str, tuple[int, int]] = {}
-        for job in tiered.jobs.values():
-            if job.queued:
-                spec = tiered.hosts[tiered.waits_for(self.facts.open[job.request], job)[0]].spec
-                pool = pool_of(spec.models, spec.pooling)
-                count, work_ns = queued.get(pool, (0, 0))
-                queued[pool] = (count + 1, work_ns + job.work_ns)
-        seen: list[Seen] = []
-        for pool, hosts in pools.items():
-            if self._rollout is not None and any(
-                self._rollout.holds(host.number) for host in hosts
-            ):
-                continue
-            waiting, work_ns = queued.get(pool, (0, 0))
-            in_flight = sum(host.replica.in_flight for host in hosts)
-            target = sum(host.sequences_most for host in hosts)
-            busy_permille = (in_flight + waiting) * 1000 // target
-            kv_tokens = sum(host.replica.kv_tokens for host in hosts)
-            kv_most = sum(host.kv_most for host in hosts)
-            tokens, offered_ns = tiered.offered.get(pool, (0, 0))
-            seen.append(
-                Seen(
-                    pool, len(hosts),
-                    max(busy_permille, kv_tokens * 1000 // kv_most), waiting,
-                    work_ns // len(hosts), tokens * 1_000_000_000 // elapsed_ns,
-                    offered_ns * 1000 // elapsed_ns,
-                )
-            )  # fmt: skip
-        tiered.offered.clear()
-        return seen
-
-    # The rotation
-
-    def _moved(self) -> bool:
-        """Has the rotation changed since hosts were last brought into line with it?"""
-        return self._health is not None and self._health.version != self._health_version
-
-    def _sent(self, now_ns: int, request: int, replica: int, heard_ns: int) -> None:
-        """Something goes to a replica; the first sign of life is due in ``heard_ns``."""
-        health = self._health
-        if health is not None:
-            health.dispatched(now_ns, request, replica, heard_ns)
-            if health.version != self._health_version:  # a probe's slot is taken
-                host = self._tiered.hosts[replica]
-                host.out = not health.takes(replica)
-                host.probing = False
-                self._attention = True
-
-    def _tell(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
-        """Pass on what a mechanism decided, with what follows from it."""
-        for decision in told:
-            decisions.append(decision)
-            if isinstance(decision, Rotated):
-                self._attention = True
-                self._rotated(now_ns, decision, decisions)
-            elif isinstance(decision, BreakerMoved) and decision.state == "open":
-                figures = (("bad", decision.bad), ("total", decision.total))
-                cause = f"breaker open: {decision.why}"
-                self._alert(now_ns, f"breaker {decision.key}", cause, figures, decisions)
-
-    def _roll(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
-        """Pass on what the rollout decided; capacity keeps its hands off what it started."""
-        for decision in told:
-            if isinstance(decision, Start) and self._capacity is not None:
-                self._capacity.taken(now_ns, decision.replica)
-        self._tell(now_ns, told, decisions)
-        self._attention = True
-
-    def _scale(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
-        """Pass on what capacity decided; a rollout keeps its hands off what it started."""
-        for decision in told:
-            if isinstance(decision, Start) and self._rollout is not None:
-                self._rollout.taken(decision.replica)
-        self._tell(now_ns, told, decisions)
-
-    def _rotated(self, now_ns: int, moved: Rotated, decisions: Decisions) -> None:
-        if moved.state not in ("ejected", "isolated") or moved.why == "backpressure":
-            return
-        replica = moved.replica
-        in_flight = self.facts.replicas[replica].in_flight if replica in self.facts.replicas else 0
-        figures = (("in_flight", in_flight),)
-        self._alert(now_ns, f"replica {replica}", f"{moved.state}: {moved.why}", figures, decisions)
-        if moved.state == "isolated":
-            self._stuck.append((replica, "replica_lost"))
-            if self._capacity is not None:
-                self._scale(now_ns, self._capacity.lost(now_ns, replica), decisions)
-        elif moved.why == "silent":
-            self._stuck.append((replica, "silent"))
-
-    def _alert(
-        self,
-        now_ns: int,
-        key: str,
-        cause: str,
-        figures: tuple[tuple[str, int], ...],
-        decisions: Decisions,
-    ) -> None:
-        if self._alerts is not None:
-            action = "out of rotation" if key.startswith("replica") else "degraded"
-            decisions += self._alerts.raised(now_ns, key, cause, figures, action)
+            pulse_ns = _earlier(pulse_ns, mechanism.deadline_ns())
+        self._pulse_ns = None if pulse_ns is None else max(pulse_ns, now_ns + PULSE_LEAST_NS)
 
     def _followed_up(self, now_ns: int, decisions: Decisions) -> Decisions:
         """Carry what an event set off to its end. Each round settles, sends or rotates something,
         of which there is only so much."""
         limits = self._limits
         while True:
-            if self._attention or self._tiered.gone:
-                self._attention = False
+            if self._fleet.attention or self._tiered.gone:
+                self._fleet.attention = False
                 told, self._later = self._later, []
-                self._tell(now_ns, told, decisions)
-                self._rotate(now_ns, decisions)
-            if self._stuck:
-                self._clear(now_ns, *self._stuck.pop(0), decisions)
+                self._fleet.tell(now_ns, told, decisions)
+                self._fleet.rotate(now_ns, decisions)
+            if self._fleet.stuck:
+                self._clear(now_ns, *self._fleet.stuck.pop(0), decisions)
                 continue
             released = limits.released(now_ns) if limits is not None and self._parked else ()
             for request in released:
                 if self._parked.pop(request, None) is not None:
                     decisions += self._passed(now_ns, self.facts.open[request])
-            if not (released or self._attention or self._stuck):
+            if not (released or self._fleet.attention or self._fleet.stuck):
                 return decisions
-
-    def _rotate(self, now_ns: int, decisions: Decisions) -> None:
-        """Bring hosts into line with what the mechanisms say of them."""
-        facts, tiered, health = self.facts, self._tiered, self._health
-        rollout, capacity = self._rollout, self._capacity
-        gone: set[int] = set()
-        for number, replica in facts.replicas.items():
-            isolated = health is not None and health.state_of(number) == "isolated"
-            old = rollout is not None and not rollout.allowed(number)
-            leaving = capacity is not None and capacity.draining(number)
-            if isolated or old or leaving:
-                gone.add(number)
-            if (old or leaving) and not replica.in_flight:
-                self._emptied(now_ns, number, decisions)
-        changed = facts.fleet_version != self._fleet_version or gone != tiered.gone
-        self._fleet_version = facts.fleet_version
-        if changed:
-            decisions += tiered.rehost(now_ns, frozenset(gone))
-        back = self._flag_hosts(gone)
-        if back and tiered.queued:
-            decisions += tiered.refill(now_ns, back)
-
-    def _flag_hosts(self, gone: set[int]) -> list[int]:
-        """Say of each host whether it takes work for the moment. Returns those that do again."""
-        health = self._health
-        back: list[int] = []
-        throttled = self._throttled(gone)
-        for number, host in self._tiered.hosts.items():
-            takes = health is None or health.takes(number)
-            out = not takes or number in throttled
-            if host.out and not out:
-                back.append(number)
-            host.out = out
-            host.probing = takes and health is not None and health.state_of(number) == "probing"
-        if health is not None:
-            self._health_version = health.version
-        return back
-
-    def _throttled(self, gone: set[int]) -> set[int]:
-        """Replicas on cards that have lowered their clocks, while most others have not."""
-        if not self._tiered.placer.throttled_out:
-            return set()
-        hosts = [host for number, host in self._tiered.hosts.items() if number not in gone]
-        slow = {host.number for host in hosts if host.throttled}
-        if not slow:
-            return slow
-        pools: dict[str, list[int]] = {}
-        for host in hosts:
-            pool = pool_of(host.spec.models, host.spec.pooling)
-            pools.setdefault(pool, []).append(host.number)
-        out: set[int] = set()
-        for numbers in pools.values():
-            mine = [number for number in numbers if number in slow]
-            if 2 * len(mine) <= len(numbers):
-                out.update(mine)
-        return out
-
-    def _emptied(self, now_ns: int, replica: int, decisions: Decisions) -> None:
-        if self._capacity is not None and self._capacity.draining(replica):
-            self._scale(now_ns, self._capacity.emptied(now_ns, replica), decisions)
-        elif self._rollout is not None and self._rollout.draining(replica):
-            self._roll(now_ns, self._rollout.emptied(now_ns, replica), decisions)
 
     def _clear(self, now_ns: int, replica: int, kind: str, decisions: Decisions) -> None:
         """Take its requests off a replica that will not answer them. Streams that have begun on an
@@ -847,92 +625,7 @@ class Service:
                 if self._health is not None:
                     self._health.gone(now_ns, opened.event.request, replica)
                 decisions += self._lost(now_ns, opened, kind)
-        self._attention = True
-
-    # The fleet
-
-    def _up(self, now_ns: int, event: ReplicaUp) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        decisions: Decisions = []
-        if self._health is not None:
-            self._health.up(now_ns, event)
-        if self._capacity is not None:
-            self._capacity.up(now_ns, event)
-        if self._rollout is not None:
-            self._roll(now_ns, self._rollout.up(now_ns, event), decisions)
-        self._attention = True
-        return decisions
-
-    def _down(self, now_ns: int, event: ReplicaDown) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        decisions: Decisions = []
-        if self._health is not None:
-            self._health.down(now_ns, event.replica)
-        if self._capacity is not None:
-            if event.reason != "stopped":
-                self._scale(now_ns, self._capacity.lost(now_ns, event.replica), decisions)
-            self._capacity.down(now_ns, event.replica)
-        if self._rollout is not None:
-            self._roll(now_ns, self._rollout.down(now_ns, event.replica), decisions)
-        self._attention = True
-        return decisions
-
-    def _standby(self, now_ns: int, event: Standby) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        decisions: Decisions = []
-        if self._capacity is not None:
-            self._capacity.standby(now_ns, event)
-            self._tiered.counting = True
-        if self._rollout is not None:
-            self._roll(now_ns, self._rollout.standby(now_ns, event), decisions)
-        return decisions
-
-    def _scraped(self, now_ns: int, event: Scraped) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        return ()
-
-    def _progress(self, now_ns: int, event: Progress) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        if self._health is not None:
-            self._health.progress(now_ns, event)
-        return ()
-
-    def _gpu_read(self, now_ns: int, event: GpuRead) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        host = self._tiered.hosts.get(event.replica)
-        if host is not None:
-            self._tiered.placer.refresh(host, now_ns)
-            self._attention = True
-        return ()
-
-    def _gpu_fault(self, now_ns: int, event: GpuFault) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        decisions: Decisions = []
-        if self._health is not None:
-            self._tell(now_ns, self._health.gpu_fault(now_ns, event), decisions)
-        return decisions
-
-    def _forecast(self, now_ns: int, event: Forecasted) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        if self._capacity is not None:
-            self._capacity.forecast(now_ns, event)
-        return ()
-
-    def _rollout_requested(self, now_ns: int, event: RolloutRequested) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        decisions: Decisions = []
-        if self._rollout is not None:
-            self._roll(now_ns, self._rollout.requested(now_ns, event), decisions)
-        self._attention = True
-        return decisions
-
-    def _warmed(self, now_ns: int, event: Warmed) -> Sequence[Decision]:
-        self.facts.fleet(now_ns, event)
-        decisions: Decisions = []
-        if self._rollout is not None:
-            self._roll(now_ns, self._rollout.warmed(now_ns, event), decisions)
-        self._attention = True
-        return decisions
+        self._fleet.attention = True
 
     # Switches and restarts
 
@@ -942,7 +635,7 @@ class Service:
         new = self._checked_switch(event)
         facts = self.facts
         facts.now_ns = now_ns
-        old, tiered, before = self.parameters, self._tiered, self.mechanisms
+        old, tiered, fleet, before = self.parameters, self._tiered, self._fleet, self.mechanisms
         self._build(new)
         reset: list[str] = []
         after = self.mechanisms
@@ -954,7 +647,12 @@ class Service:
             else:
                 reset.append(name)
         fresh = {name for name in after if name not in before} | set(reset)
-        self._reintroduce(now_ns, fresh, before)
+        self._fleet.take_over(now_ns, fleet, fresh)
+        if "limits" in fresh and self._limits is not None:
+            for request, opened in facts.open.items():
+                if request not in self._parked:
+                    asked = opened.event
+                    self._limits.adopt(request, asked.user, asked.session, asked.model)
         waiting = self._tiered.adopt(tiered, now_ns)
         if (old.estimates, old.history) != (new.estimates, new.history):
             reset.append("complexity")
@@ -969,7 +667,7 @@ class Service:
         if limits_changed:
             for request in parked:
                 decisions += self._limited(now_ns, facts.open[request])
-        self._attention = True
+        self._fleet.attention = True
         return decisions
 
     def _checked_switch(self, event: PolicySwitched) -> Parameters:
@@ -982,30 +680,6 @@ class Service:
         if new.discipline != "tiered":
             raise Illegal(f"a switch to discipline {new.discipline} needs a restart")
         return new
-
-    def _reintroduce(self, now_ns: int, fresh: set[str], before: dict[str, Any]) -> None:
-        """Tell new mechanisms what is under way."""
-        facts = self.facts
-        if "health" in fresh and self._health is not None:
-            for number, replica in facts.replicas.items():
-                self._health.up(now_ns, replica.spec)
-                if "health" in before and before["health"].state_of(number) == "isolated":
-                    # A broken card stays broken: it comes back as a new ReplicaUp.
-                    self._health.gpu_fault(now_ns, GpuFault(number, "ecc_uncorrectable"))
-        if "capacity" in fresh and self._capacity is not None:
-            if "capacity" in before:
-                self._capacity.adopt(before["capacity"].state(now_ns), now_ns)
-            else:
-                for replica in facts.replicas.values():
-                    self._capacity.up(now_ns, replica.spec)
-        if "rollout" in fresh and self._rollout is not None:
-            for replica in facts.replicas.values():
-                self._rollout.up(now_ns, replica.spec)
-        if "limits" in fresh and self._limits is not None:
-            for request, opened in facts.open.items():
-                if request not in self._parked:
-                    event = opened.event
-                    self._limits.adopt(request, event.user, event.session, event.model)
 
     def _back(self, now_ns: int, event: Restored) -> Sequence[Decision]:
         """After a crash: what was open is lost, and replicas count again when they come up."""
@@ -1024,7 +698,7 @@ class Service:
         self._parked.clear()
         self._parked_due.clear()
         for replica in list(facts.replicas):
-            decisions += self._down(now_ns, ReplicaDown(replica, "controller_lost"))
+            decisions += self._fleet.told(now_ns, ReplicaDown(replica, "controller_lost"))
         return decisions
 
     # What people and snapshots see
@@ -1035,15 +709,19 @@ class Service:
 
     def snapshot(self) -> bytes:
         now_ns = self.facts.now_ns
-        states = {name: one.state(now_ns) for name, one in self.mechanisms.items()}
+        limits, breakers = self._limits, self._breakers
+        confidence, chains = self._confidence, self._chains
         return _ENCODER.encode(
             ServiceState(
                 facts=self.facts.state(),
                 tiered=self._tiered.state(now_ns),
-                **{name: states.get(name) for name in MECHANISMS},
+                limits=None if limits is None else limits.state(now_ns),
+                breakers=None if breakers is None else breakers.state(now_ns),
+                confidence=None if confidence is None else confidence.state(now_ns),
+                chains=None if chains is None else chains.state(now_ns),
+                fleet=self._fleet.state(now_ns),
                 parked=[(request, due_ns - now_ns) for request, due_ns in self._parked.items()],
                 pulse_ns=None if self._pulse_ns is None else self._pulse_ns - now_ns,
-                looped_ns=self._looped_ns - now_ns,
             )
         )
 
@@ -1057,21 +735,15 @@ class Service:
         return service
 
     def _load(self, state: ServiceState, now_ns: int) -> None:
-        for name, mechanism in self.mechanisms.items():
+        for name in ("limits", "breakers", "confidence", "chains"):
             saved = getattr(state, name)
             if saved is not None:
-                mechanism.load(saved, now_ns)
+                self.mechanisms[name].load(saved, now_ns)
         self._tiered.load(state.tiered, now_ns)
+        self._fleet.load(state.fleet, now_ns)
         self._parked = {request: due_ns + now_ns for request, due_ns in state.parked}
         self._parked_due = sorted((due_ns + 1, request) for request, due_ns in self._parked.items())
         self._pulse_ns = None if state.pulse_ns is None else state.pulse_ns + now_ns
-        self._looped_ns = state.looped_ns + now_ns
-        self._flag_hosts(set(state.tiered.gone))
-
-
-MECHANISMS = (
-    "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "alerts",
-)  # fmt: skip
 
 
 def _earlier(first_ns: int | None, second_ns: int | None) -> int | None:

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from policy.audit import replay
-from policy.compose import restore
 from policy.files import code_hash
 from policy.log import LogError
 from policy.parameters import from_canonical
 from twin.cli import BadInput, plain_errors
-from twin.story import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,6 +33,8 @@ def audit(logs: tuple[Path, ...]) -> None:
 
     LOG is a segment (decisions.N.log) or a folder of them. Exit code 1 at the first difference.
     """
+    from policy.audit import replay
+
     paths = _segments(logs)
     counted = _Count()
     with plain_errors():
@@ -67,6 +66,8 @@ def explain(log: Path, request: int) -> None:
     was told and decided about it, how the replicas stood when it was sent, and what else happened
     to replicas and breakers meanwhile.
     """
+    from twin.story import tell
+
     paths = _segments((log,))
     with plain_errors():
         try:
@@ -111,6 +112,8 @@ class _Count:
         self.hashes: set[str] = set()
 
     def policy_of(self, header: Header, snapshot: bytes) -> Policy:
+        from policy.compose import restore
+
         self.hashes.add(header.code_hash)
         return _Counted(restore(from_canonical(header.policy), snapshot), self)
 

@@ -178,7 +178,7 @@ def replay(
 
         world = World(fleet, policy, log, settled, options.world, options.skip)
         first_ns, source = _peek(source, options.scale)
-        with _rare_collections():
+        with rare_collections():
             world.run(source)
     span_s = (max(summary.last_ns, first_ns) - first_ns) / 1e9
     return Replay(
@@ -213,7 +213,7 @@ def _peak_mib() -> float:
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[None]:
     """Let the cyclic garbage collector run rarely: a quarter of a run's time goes into it else.
 
     The simulation makes no cycles that it does not break itself, so there is next to nothing to

@@ -71,7 +71,7 @@ class Health(Section, frozen=True, forbid_unknown_fields=True):
             description="ms without a sign of life after which the tokens are read, again and"
             " again; silence is noticed later by this much at most.",
         ),
-    ] = 500
+    ] = 700
     slow_permille: Annotated[
         int,
         Meta(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import pytest
@@ -27,7 +27,7 @@ from twin.figures.hours import Hours
 from twin.figures.incidents import Incidents
 from twin.figures.watch import Watch
 from twin.scenario.run import Recordings
-from twin.world import World
+from twin.world import Features, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -331,6 +331,34 @@ def test_a_chain_that_is_told_it_is_over_stops_and_may_have_enough() -> None:
         assert figures["ended"] == figures["started"]
         assert figures["useful"] == useful * figures["started"]
         assert {event.step for _, event in live.arrivals()} == {"plan", "embed"}
+
+
+def test_a_chain_with_a_hollow_or_wrong_step_is_complete_and_useless() -> None:
+    def decide(number: int, event: Arrived) -> Settled | None:
+        why = {"agents-0": "template", "agents-1": "cached"}.get(event.chain)
+        if event.step != "plan" or why is None:
+            return None
+        return Settled(event.request, "degraded", why=why)
+
+    live = Live(chain_policy(decide))
+    live.world._answers = AlwaysWrong("agents-2")
+    figures = live.run(ChainClients(chains(), live.setting))
+    assert figures["complete"] == figures["started"]
+    assert (figures["hollow"], figures["wrong"], figures["degraded_steps"]) == (1, 1, 2)
+    assert figures["useful"] == figures["started"] - 2
+
+
+class AlwaysWrong:
+    """Answers to one chain are wrong, others right."""
+
+    def __init__(self, chain: str) -> None:
+        self._chain = chain
+
+    def features(self, request: int, asked: Asked, row: int, **where: Any) -> Features:
+        return Features(1, 1, 1, False, asked.chain != self._chain)
+
+    def verdict(self, request: int, first: bool, second: bool) -> Literal["match", "mismatch"]:
+        return "match"
 
 
 def failing_once(checkpoint: str) -> Callable[[int, Arrived], Settled | None]:

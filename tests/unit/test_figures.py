@@ -141,7 +141,7 @@ ROWS = [
     Row("P0", "chat", 3 * S, result(correct=1)),  # but not for its own deadline
     Row("P1", "chat", 0, result(correct=0)),
     Row("P1", "chat", 0, result(output_tokens=5)),  # a quarter of a second per token
-    Row("P1", "mail", 0, result(outcome="degraded", why="cached", first_out_ns=-1)),
+    Row("P1", "mail", 0, result(outcome="degraded", why="cached", first_out_ns=-1, correct=0)),
     Row("P1", "mail", 0, result(outcome="degraded", why="template")),
     Row("P2", "mail", 0, result(outcome="shed", why="deadline", dispatched_ns=-1, tier="batch")),
     Row("P2", "mail", 0, result(outcome="failed", why="oom", replica=1, tier="batch")),

@@ -313,6 +313,14 @@ def test_a_lost_replica_that_was_too_many_is_not_replaced() -> None:
     assert made.lost(now_ns, 1) == ()
 
 
+def test_a_replica_that_always_runs_is_replaced_even_when_fewer_would_do() -> None:
+    made = capacity(running=3)
+    made.loop(0, [seen(3, 500)])  # one would do
+    assert made.lost(1 * S, 0) == (Start(3),)
+    made.up(2 * S, up(3, models=("m",)))
+    assert made.lost(3 * S, 3) == ()
+
+
 def test_a_dead_replica_is_made_up_for_by_the_next_loop() -> None:
     made = capacity(running=3)
     made.loop(0, [seen(3, 2300)])

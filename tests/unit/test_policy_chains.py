@@ -197,6 +197,8 @@ def test_a_chain_that_was_told_it_is_late_may_be_resumed() -> None:
     assert driver.ask("plan", chain="z", resume="k1").kind == "go"  # k1 is given up
     driver.now_ns = 70 * S
     driver.chains.ended(driver.now_ns)
+    for request in range(3, 7):
+        driver.answer(request)
     assert driver.ask("act").kind == "late"  # remembered from its new end
 
 

@@ -17,9 +17,11 @@ UNITS = (
     "_ms", "_permille", "_milli", "_tflop", "_tokens", "_max", "_most", "_least", "_samples",
     "_strikes", "_per_s", "_s", "_weight", "_replicas",
 )  # fmt: skip
-NO_UNIT = {"schema", "name", "discipline", "default_class", "lines", "fallback_model", "enabled",
-           "engine_priority", "actions", "affinity", "checkpoints", "default", "enforce", "hpa_metric", "order",
-           "rule", "rules", "throttled_out"}  # fmt: skip
+NO_UNIT = {
+    "schema", "name", "discipline", "default_class", "lines", "fallback_model", "enabled",
+    "engine_priority", "actions", "affinity", "checkpoints", "default", "enforce", "hpa_metric",
+    "order", "rule", "rules", "throttled_out",
+}  # fmt: skip
 
 
 def test_the_presets_are_there_and_named_after_their_files() -> None:

@@ -28,6 +28,8 @@ PUBLISHED_PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-embedding-0.6b": 595_776_512,
     "qwen3-embedding-4b": 4_021_774_336,
+    "jina-code-embeddings-0.5b": 494_032_768,
+    "jina-code-embeddings-1.5b": 1_543_714_304,
     "qwen2-7b": 7_615_616_512,
     "llama-2-7b": 6_738_415_616,
     "llama-3.1-8b": 8_030_261_248,

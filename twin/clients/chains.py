@@ -68,10 +68,13 @@ Step = LlmStep | EmbeddingStep | ExternalStep
 
 class Chains(Client, frozen=True, forbid_unknown_fields=True, tag="chains", kw_only=True):
     """Chains that start as ``arrivals`` says. A chain is useful when it is complete within the
-    budget, or was ended within it after the step ``enough_after``."""
+    budget, or was ended within it after the step ``enough_after``, and no step on the way was wrong
+    or without a real answer."""
 
     arrivals: Arrivals
     steps: Annotated[tuple[Step, ...], Meta(min_length=1)]
+    stream: bool = False
+    """Agents read whole answers, which can be verified before they are given out."""
     budget_s: Positive
     """From the chain's start, by the client's own clock."""
     users: Annotated[int, Meta(ge=1)] = 1000
@@ -81,6 +84,8 @@ class Chains(Client, frozen=True, forbid_unknown_fields=True, tag="chains", kw_o
     on without their result."""
     enough_after: str = ""
     """A step whose answer is worth having although the chain was ended after it; empty: none."""
+    useful_degraded: tuple[str, ...] = ("cached", "lighter")
+    """Ways of being degraded that are a real answer to a step."""
     resumes: Annotated[int, Meta(ge=0, le=20)] = 1
     """How often a chain goes on after a step has failed: from its last checkpoint, or, without
     one, from its first step."""
@@ -117,11 +122,16 @@ class ChainClients:
         self.setting.world.clients += 1
         self._await_next()
 
-    def over(self, kind: str, steps_done: int, lasted_ns: int) -> None:
-        """A chain has come to its end: complete, ended (by the gateway) or failed."""
+    def over(self, kind: str, flaws: set[str], steps_done: int, lasted_ns: int) -> None:
+        """A chain has come to its end: complete, ended (by the gateway) or failed.
+
+        ``flaws``: of ``wrong`` and ``hollow``, what its steps were.
+        """
         in_time = lasted_ns <= self.spec.budget_s * NS
-        useful = in_time and (kind == "complete" or (kind == "ended" and steps_done > self._enough))
+        enough = kind == "complete" or (kind == "ended" and steps_done > self._enough)
+        useful = in_time and enough and not flaws
         self.counts[kind] += 1
+        self.counts.update(flaws)
         self.counts["useful"] += useful
         self.counts["late"] += not in_time
         self._lasted_s.add(lasted_ns / NS)
@@ -167,8 +177,8 @@ class ChainClients:
 
 
 _COUNTS = (
-    "complete", "ended", "failed", "useful", "late", "degraded_steps", "cut_steps", "slow_steps",
-    "resumed", "restarted", "steps_repeated",
+    "complete", "ended", "failed", "useful", "late", "wrong", "hollow", "degraded_steps",
+    "cut_steps", "slow_steps", "resumed", "restarted", "steps_repeated",
 )  # fmt: skip
 
 
@@ -213,7 +223,7 @@ class _Chain:
     """One chain under way."""
 
     __slots__ = (
-        "_all", "_at", "_checkpoint", "_checkpoint_at", "_dice", "_furthest", "_number",
+        "_all", "_at", "_checkpoint", "_checkpoint_at", "_dice", "_flaws", "_furthest", "_number",
         "_resumes", "_resuming", "_start_ns", "_step_ns",
     )  # fmt: skip
 
@@ -231,6 +241,7 @@ class _Chain:
         self._resumes = clients.spec.resumes
         self._resuming = False
         self._step_ns = -1
+        self._flaws: set[str] = set()
 
     def go_on(self, event: object) -> None:
         """The present step, or the chain's end."""
@@ -265,7 +276,7 @@ class _Chain:
 
     def _answered(self, result: Result, told: Settled) -> None:
         if result.outcome == "answered" or (result.outcome == "degraded" and told.left_ns != 0):
-            self._all.counts["degraded_steps"] += result.outcome == "degraded"
+            self._judge(result)
             self._step_ns = told.step_ns
             self._resuming = False
             self._done()
@@ -278,6 +289,16 @@ class _Chain:
         else:
             self._failed()
 
+    def _judge(self, result: Result) -> None:
+        """Whether the step has a real answer, and whether that is right."""
+        if result.outcome == "degraded":
+            self._all.counts["degraded_steps"] += 1
+            if result.why not in self._all.spec.useful_degraded:
+                self._flaws.add("hollow")
+                return
+        if result.correct == 0 and result.why != "cached":
+            self._flaws.add("wrong")
+
     def _failed(self) -> None:
         spec = self._all.spec
         if not self._resumes:
@@ -285,6 +306,8 @@ class _Chain:
             return
         self._resumes -= 1
         self._resuming = bool(self._checkpoint)
+        if not self._resuming:
+            self._flaws.clear()
         self._at = self._checkpoint_at
         self._all.counts["resumed" if self._resuming else "restarted"] += 1
         self._all.setting.world.after(round(spec.resume_after_s * NS), self.go_on)
@@ -294,4 +317,5 @@ class _Chain:
         self._furthest = max(self._furthest, self._at)
 
     def _over(self, kind: str) -> None:
-        self._all.over(kind, self._furthest, self._all.setting.world.now_ns - self._start_ns)
+        lasted_ns = self._all.setting.world.now_ns - self._start_ns
+        self._all.over(kind, self._flaws, self._furthest, lasted_ns)

@@ -143,7 +143,8 @@ class _User:
     def _press_on(self, session: int, turn: int) -> None:
         """Impatient: the next message, if the answer to the last one has not come."""
         waiting = self._session == session and self._turn == turn + 1 and self._open
-        if waiting and self._goes_on():
+        setting = self._all.setting
+        if waiting and self._goes_on() and setting.world.now_ns < setting.end_ns:
             self._all.impatient += 1
             self._send()
 

@@ -13,7 +13,7 @@ from twin.figures.watch import Watch
 from twin.fleet import MIG_SEVENTHS, MIG_SLICES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from policy.runner import Log
     from twin.arrivals import Asked, Chunk
@@ -28,7 +28,6 @@ class Collected:
     Args:
         specs: every replica there is or may be, in order of id.
         faults: when each named fault strikes, in ns.
-        progress: told how many requests were settled since it was last told.
     """
 
     def __init__(
@@ -36,13 +35,11 @@ class Collected:
         measure: Measure,
         specs: Sequence[ReplicaSpec],
         faults: Mapping[str, int],
-        progress: Callable[[int], None],
     ) -> None:
         self._requests = Requests(measure, [spec.domain or spec.name for spec in specs])
         self._incidents = Incidents(faults)
         self._hours = Hours({spec.id: _gpus(spec) for spec in specs})
         self._contexts = Contexts()
-        self._progress = progress
 
     def watch(self, log: Log) -> Watch:
         """The decision log with the collectors behind it."""
@@ -51,12 +48,10 @@ class Collected:
     def chunk(self, chunk: Chunk) -> None:
         """Open-loop requests, all settled."""
         self._requests.add_chunk(chunk)
-        self._progress(len(chunk.results))
 
     def asked(self, asked: Asked, result: Result) -> None:
         """A client's request, settled."""
         self._requests.add(Row(asked.sla[0], asked.line[0], asked.deadline_ns[0], result))
-        self._progress(1)
 
     def figures(self, world: World, duration_ns: int) -> dict[str, Any]:
         """All of it as nested plain values. The run ends with its last settlement, and not before

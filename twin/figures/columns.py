@@ -66,8 +66,10 @@ class Columns:
         self.queue_s = np.where(done, waited / NS, np.nan)
         correct = np.array(of["correct"])
         self.wrong = answered & (correct == 0)
-        useful_ways = np.array([way in measure.useful_degraded for way in self.why])
-        self.useful = (answered & (correct != 0)) | (self.degraded & useful_ways & (correct != 0))
+        useful_way = np.array([way in measure.useful_degraded for way in self.why])
+        # A kept answer takes the engine's place, so what the engine said does not matter.
+        right = (correct != 0) | np.array([way == "cached" for way in self.why])
+        self.useful = right & (answered | (self.degraded & useful_way))
         gaps = np.maximum(self.output_tokens - 1, 1)
         tpot_s = (self.e2e_s - self.ttft_s) / gaps
         own_s = np.array(deadline) / NS

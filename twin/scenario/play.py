@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from twin.scenario.files import Scenario
     from twin.scenario.result import RunResult
 
-    Progress = Callable[[str, int, int], None]
+    Progress = Callable[[str, int], None]
 
 
 def run_scenario(
@@ -26,7 +29,8 @@ def run_scenario(
     seeds: Sequence[int] = (),
     runs: Sequence[str] = (),
     out: Path | None = None,
-    progress: Progress = lambda run, seed, requests: None,
+    jobs: int = 1,
+    progress: Progress = lambda run, seed: None,
 ) -> ScenarioResult:
     """Play the scenario.
 
@@ -34,7 +38,8 @@ def run_scenario(
         seeds: instead of the scenario's.
         runs: of the scenario's runs, only these; none: all.
         out: folder for decision logs, ``out/RUN/seed-N``; None: they are only hashed.
-        progress: told (run, seed, requests settled since it was last told).
+        jobs: seeds that are played at the same time, each in a process of its own.
+        progress: told (run, seed) when that is done.
 
     Raises:
         FileError, FleetError, FaultError, TraceError: what the scenario names cannot be used.
@@ -45,27 +50,44 @@ def run_scenario(
                 scenario.where, f"there is no run {name!r}", key="runs",
                 hint=nearest(name, scenario.runs),
             )  # fmt: skip
-    chosen = {name: setup for name, setup in scenario.runs.items() if not runs or name in runs}
-    played_seeds = tuple(seeds) or scenario.head.seeds
-    results: dict[str, list[RunResult]] = {name: [] for name in chosen}
-    for seed in played_seeds:
-        with TemporaryDirectory(prefix="twinkeel-") as scratch:
-            recordings = Recordings(Path(scratch))
-            for name, setup in chosen.items():
-                results[name].append(
-                    run_setup(
-                        setup,
-                        seed,
-                        run=name,
-                        folder=scenario.folder,
-                        recordings=recordings,
-                        out=None if out is None else out / name / f"seed-{seed}",
-                        progress=lambda requests, name=name, seed=seed: progress(  # type: ignore[misc]
-                            name, seed, requests
-                        ),
-                    )
+    chosen = [name for name in scenario.runs if not runs or name in runs]
+    played = tuple(seeds) or scenario.head.seeds
+    by_seed: list[list[RunResult]] = []
+    if jobs > 1:
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            play = partial(_play_seed, scenario, chosen, out, None)
+            for results in pool.map(play, played):
+                by_seed.append(results)
+                for result in results:
+                    progress(result.run, result.seed)
+    else:
+        by_seed += [_play_seed(scenario, chosen, out, progress, seed) for seed in played]
+    columns = zip(*by_seed, strict=True)
+    return _judged(scenario, played, dict(zip(chosen, map(list, columns), strict=True)))
+
+
+def _play_seed(
+    scenario: Scenario,
+    runs: Sequence[str],
+    out: Path | None,
+    progress: Progress | None,
+    seed: int,
+) -> list[RunResult]:
+    """All runs with one seed: they share its traffic."""
+    results = []
+    with TemporaryDirectory(prefix="twinkeel-") as scratch:
+        recordings = Recordings(Path(scratch))
+        for name in runs:
+            folder = None if out is None else out / name / f"seed-{seed}"
+            results.append(
+                run_setup(
+                    scenario.runs[name], seed, run=name, folder=scenario.folder,
+                    recordings=recordings, out=folder,
                 )
-    return _judged(scenario, played_seeds, results)
+            )  # fmt: skip
+            if progress is not None:
+                progress(name, seed)
+    return results
 
 
 def _judged(

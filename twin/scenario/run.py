@@ -17,6 +17,7 @@ from twin.answers import DrawnAnswers
 from twin.arrivals import arrivals
 from twin.clients import CallClients, Calls, ChainClients, Chains, SessionClients, Setting
 from twin.figures.collect import Collected
+from twin.replay import rare_collections
 from twin.scenario.files import policy_of
 from twin.scenario.happenings import dated_events, schedule
 from twin.scenario.rack import rack_of
@@ -66,7 +67,6 @@ def run_setup(
     folder: Path,
     recordings: Recordings,
     out: Path | None = None,
-    progress: Callable[[int], None] = lambda requests: None,
 ) -> RunResult:
     """Play it and gather its figures.
 
@@ -74,7 +74,6 @@ def run_setup(
         run: its name, for errors and the result.
         folder: where the scenario's file lies.
         out: folder for the decision log; None: it is only hashed.
-        progress: called with the number of requests settled since the last call.
 
     Raises:
         FileError, FleetError, FaultError, TraceError: what the scenario names cannot be used.
@@ -84,7 +83,7 @@ def run_setup(
     fleet, standbys = rack_of(setup.fleet, folder)
     policy = build_policy(parameters)
     log = _log(out, canonical(parameters), policy.snapshot)
-    collected = Collected(setup.measure, [*fleet, *standbys], fault_times(setup), progress)
+    collected = Collected(setup.measure, [*fleet, *standbys], fault_times(setup))
     world = World(
         fleet,
         policy,
@@ -103,7 +102,9 @@ def run_setup(
     clients = _clients(setup, setting, recordings, folder)
     for client in clients.values():
         client.start()
-    world.run(recordings.chunks(setup.traffic.open, setup.duration_s, seed, folder))
+    chunks = recordings.chunks(setup.traffic.open, setup.duration_s, seed, folder)
+    with rare_collections():
+        world.run(chunks)
     log.close()
     figures = collected.figures(world, duration_ns)
     figures["clients"] = {name: client.figures() for name, client in clients.items()}

@@ -8,7 +8,12 @@ from pathlib import Path
 import click
 
 from twin.cli import completed, plain_errors
-from twin.scenario.files import load_scenario, scenario_names, scenario_path
+
+
+def _names() -> tuple[str, ...]:
+    from twin.scenario import scenario_names
+
+    return scenario_names()
 
 
 @click.group()
@@ -19,6 +24,8 @@ def scenario() -> None:
 @scenario.command("list")
 def list_() -> None:
     """The scenarios that are shipped."""
+    from twin.scenario import load_scenario, scenario_names
+
     for name in scenario_names():
         with plain_errors():
             head = load_scenario(name).head
@@ -26,15 +33,17 @@ def list_() -> None:
 
 
 @scenario.command("show")
-@click.argument("name", shell_complete=completed(scenario_names))
+@click.argument("name", shell_complete=completed(_names))
 def show(name: str) -> None:
     """Print a scenario's file."""
+    from twin.scenario import scenario_path
+
     with plain_errors():
         click.echo(scenario_path(name).read_text(encoding="utf-8"), nl=False)
 
 
 @scenario.command("run")
-@click.argument("name", metavar="NAME|FILE", shell_complete=completed(scenario_names))
+@click.argument("name", metavar="NAME|FILE", shell_complete=completed(_names))
 @click.option(
     "--seed", "seeds", type=click.IntRange(min=0), multiple=True, metavar="N",
     help="Instead of the scenario's seeds; repeat for several.",
@@ -47,10 +56,14 @@ def show(name: str) -> None:
 @click.option(
     "--log", is_flag=True, help="Keep the decision logs in FOLDER/RUN/seed-N, whole (else hashed)."
 )
+@click.option(
+    "--jobs", type=click.IntRange(1, 64), default=1, metavar="N", show_default=True,
+    help="Seeds that are played at the same time.",
+)  # fmt: skip
 @click.option("--quiet", is_flag=True, help="No progress, no tables.")
 def run(
     name: str, seeds: tuple[int, ...], runs: tuple[str, ...], out: Path | None, log: bool,
-    quiet: bool,
+    jobs: int, quiet: bool,
 ) -> None:  # fmt: skip
     """Play a scenario with each of its seeds and judge its claims.
 
@@ -58,23 +71,22 @@ def run(
     """
     from rich.console import Console
 
-    from twin.scenario.play import run_scenario
+    from twin.scenario import load_scenario, run_scenario
     from twin.scenario.table import claims_table, runs_table
 
     notes = Console(stderr=True)
-    shown: set[tuple[str, int]] = set()
 
-    def progress(run_name: str, seed: int, requests: int) -> None:
-        if not quiet and (run_name, seed) not in shown:
-            shown.add((run_name, seed))
-            notes.print(f"run {run_name}, seed {seed}", highlight=False)
+    def progress(run_name: str, seed: int) -> None:
+        if not quiet:
+            notes.print(f"played {run_name} with seed {seed}", highlight=False)
 
     with plain_errors():
         loaded = load_scenario(name)
         folder = out or Path("build/scenario") / loaded.head.name
         result = run_scenario(
-            loaded, seeds=seeds, runs=runs, out=folder if log else None, progress=progress
-        )
+            loaded, seeds=seeds, runs=runs, out=folder if log else None, jobs=jobs,
+            progress=progress,
+        )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(result.plain(), indent=1, allow_nan=False)
         (folder / "result.json").write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,393 @@
+"""The fleet as the policy runs it: which replicas take work, and how many there are.
+
+Health says which are well, the rollout which have the right version, capacity how many are needed;
+here what they decide is put together, and the queue's hosts brought into line with it. What is to
+become of requests on a replica that is lost is said in ``stuck``: whoever owns the requests moves
+them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from policy.alerts import Alerts, AlertsState
+from policy.capacity import Capacity, CapacityState, Seen, pool_of
+from policy.decisions import BreakerMoved, Rotated, Start
+from policy.events import (
+    Forecasted,
+    GpuFault,
+    GpuRead,
+    Progress,
+    ReplicaDown,
+    ReplicaUp,
+    RolloutRequested,
+    Standby,
+    Warmed,
+)
+from policy.health import Health, HealthState
+from policy.rollout import Rollout, RolloutState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from policy.decisions import Decision
+    from policy.events import Event
+    from policy.facts import Facts
+    from policy.hosts import Host
+    from policy.parameters import Parameters
+    from policy.tiered import Tiered
+
+    Decisions = list[Decision]
+
+NO_PENALTIES = (0, 0, 0)
+
+
+class FleetState(msgspec.Struct, array_like=True):
+    """What the fleet's mechanisms know, in canonical form."""
+
+    health: HealthState | None
+    capacity: CapacityState | None
+    rollout: RolloutState | None
+    alerts: AlertsState | None
+    looped_ns: int
+
+
+class Fleet:
+    """Health, rollout, capacity and alerts, each None where it is off.
+
+    Methods that are told of an event check it against the facts first, and give what was decided.
+    """
+
+    __slots__ = (
+        "_facts", "_fleet_version", "_health_version", "_queue", "_reserve_permille", "alerts",
+        "attention", "capacity", "health", "looped_ns", "rollout", "stuck",
+    )  # fmt: skip
+
+    def __init__(self, parameters: Parameters, facts: Facts) -> None:
+        self._facts = facts
+        self._reserve_permille = parameters.inflight.reserve_permille
+        self.health = Health(parameters.health) if parameters.health.enabled else None
+        self.capacity = Capacity(parameters.capacity) if parameters.capacity.enabled else None
+        self.rollout = Rollout(parameters.rollout) if parameters.rollout.enabled else None
+        self.alerts = Alerts(parameters.alerts) if parameters.alerts.enabled else None
+        self.attention = False
+        """The rotation may have changed: ``rotate`` is due."""
+        self.stuck: list[tuple[int, str]] = []
+        """Replicas whose requests are to be moved, and the kind of failure."""
+        self.looped_ns = 0
+        """When the load was last told to capacity."""
+        self._health_version = 0
+        self._fleet_version = 0
+        self._queue: Tiered
+
+    def attach(self, queue: Tiered) -> None:
+        """The queue whose hosts are kept in line."""
+        self._queue = queue
+
+    # What is due
+
+    def pulse(self, now_ns: int, decisions: Decisions) -> None:
+        """Ask whether something is due, and look at cards and load again."""
+        for mechanism in (self.health, self.rollout):
+            if mechanism is not None:
+                due_ns = mechanism.deadline_ns()
+                if due_ns is not None and due_ns <= now_ns:
+                    self.tell(now_ns, mechanism.ticked(now_ns), decisions)
+        capacity, queue = self.capacity, self._queue
+        if capacity is not None:
+            if capacity.due_loop(now_ns):
+                self._scale(now_ns, capacity.loop(now_ns, self._seen(now_ns)), decisions)
+            extra_permille = 1000 + capacity.turbo_extra_permille(now_ns)
+            queue.reserve(min(self._reserve_permille * extra_permille // 1000, 1000))
+        for host in queue.hosts.values():
+            if host.penalties != NO_PENALTIES or host.throttled:  # or has the reading grown stale?
+                queue.placer.refresh(host, now_ns)
+        self.attention |= self.moved()
+
+    def _seen(self, now_ns: int) -> list[Seen]:
+        """The load of each pool since the last time."""
+        queue = self._queue
+        elapsed_ns = max(1, now_ns - self.looped_ns)
+        self.looped_ns = now_ns
+        pools: dict[str, list[Host]] = {}
+        for number, host in sorted(queue.hosts.items()):
+            if host.replica.ready and number not in queue.gone:
+                spec = host.spec
+                pools.setdefault(pool_of(spec.models, spec.pooling), []).append(host)
+        queued: dict[str, tuple[int, int]] = {}
+        for job in queue.jobs.values():
+            if job.queued:
+                spec = queue.hosts[queue.waits_for(self._facts.open[job.request], job)[0]].spec
+                pool = pool_of(spec.models, spec.pooling)
+                count, work_ns = queued.get(pool, (0, 0))
+                queued[pool] = (count + 1, work_ns + job.work_ns)
+        seen: list[Seen] = []
+        for pool, hosts in pools.items():
+            if self.rollout is not None and any(self.rollout.holds(host.number) for host in hosts):
+                continue
+            waiting, work_ns = queued.get(pool, (0, 0))
+            in_flight = sum(host.replica.in_flight for host in hosts)
+            target = sum(host.sequences_most for host in hosts)
+            busy_permille = (in_flight + waiting) * 1000 // target
+            kv_tokens = sum(host.replica.kv_tokens for host in hosts)
+            kv_most = sum(host.kv_most for host in hosts)
+            tokens, offered_ns = queue.offered.get(pool, (0, 0))
+            seen.append(
+                Seen(
+                    pool, len(hosts),
+                    max(busy_permille, kv_tokens * 1000 // kv_most), waiting,
+                    work_ns // len(hosts), tokens * 1_000_000_000 // elapsed_ns,
+                    offered_ns * 1000 // elapsed_ns,
+                )
+            )  # fmt: skip
+        queue.offered.clear()
+        return seen
+
+    # The rotation
+
+    def moved(self) -> bool:
+        """Has the rotation changed since hosts were last brought into line with it?"""
+        return self.health is not None and self.health.version != self._health_version
+
+    def sent(self, now_ns: int, request: int, replica: int, heard_ns: int) -> None:
+        """Something goes to a replica; the first sign of life is due in ``heard_ns``."""
+        health = self.health
+        if health is not None:
+            health.dispatched(now_ns, request, replica, heard_ns)
+            if health.version != self._health_version:  # a probe's slot is taken
+                host = self._queue.hosts[replica]
+                host.out = not health.takes(replica)
+                host.probing = False
+                self.attention = True
+
+    def tell(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
+        """Pass on what a mechanism decided, with what follows from it."""
+        for decision in told:
+            decisions.append(decision)
+            if isinstance(decision, Rotated):
+                self.attention = True
+                self._rotated(now_ns, decision, decisions)
+            elif isinstance(decision, BreakerMoved) and decision.state == "open":
+                figures = (("bad", decision.bad), ("total", decision.total))
+                cause = f"breaker open: {decision.why}"
+                self.alert(now_ns, f"breaker {decision.key}", cause, figures, decisions)
+
+    def _roll(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
+        """Pass on what the rollout decided; capacity keeps its hands off what it started."""
+        for decision in told:
+            if isinstance(decision, Start) and self.capacity is not None:
+                self.capacity.taken(now_ns, decision.replica)
+        self.tell(now_ns, told, decisions)
+        self.attention = True
+
+    def _scale(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
+        """Pass on what capacity decided; a rollout keeps its hands off what it started."""
+        for decision in told:
+            if isinstance(decision, Start) and self.rollout is not None:
+                self.rollout.taken(decision.replica)
+        self.tell(now_ns, told, decisions)
+
+    def _rotated(self, now_ns: int, moved: Rotated, decisions: Decisions) -> None:
+        if moved.state not in ("ejected", "isolated") or moved.why == "backpressure":
+            return
+        replica = moved.replica
+        known = self._facts.replicas.get(replica)
+        figures = (("in_flight", 0 if known is None else known.in_flight),)
+        self.alert(now_ns, f"replica {replica}", f"{moved.state}: {moved.why}", figures, decisions)
+        if moved.state == "isolated":
+            self.stuck.append((replica, "replica_lost"))
+            if self.capacity is not None:
+                self._scale(now_ns, self.capacity.lost(now_ns, replica), decisions)
+        elif moved.why == "silent":
+            self.stuck.append((replica, "silent"))
+
+    def alert(
+        self,
+        now_ns: int,
+        key: str,
+        cause: str,
+        figures: tuple[tuple[str, int], ...],
+        decisions: Decisions,
+    ) -> None:
+        if self.alerts is not None:
+            action = "out of rotation" if key.startswith("replica") else "degraded"
+            decisions += self.alerts.raised(now_ns, key, cause, figures, action)
+
+    def rotate(self, now_ns: int, decisions: Decisions) -> None:
+        """Bring hosts into line with what the mechanisms say of them."""
+        facts, queue, health = self._facts, self._queue, self.health
+        rollout, capacity = self.rollout, self.capacity
+        gone: set[int] = set()
+        for number, replica in facts.replicas.items():
+            isolated = health is not None and health.state_of(number) == "isolated"
+            old = rollout is not None and not rollout.allowed(number)
+            leaving = capacity is not None and capacity.draining(number)
+            if isolated or old or leaving:
+                gone.add(number)
+            if (old or leaving) and not replica.in_flight:
+                self._emptied(now_ns, number, decisions)
+        changed = facts.fleet_version != self._fleet_version or gone != queue.gone
+        self._fleet_version = facts.fleet_version
+        if changed:
+            decisions += queue.rehost(now_ns, frozenset(gone))
+        back = self._flag_hosts(gone)
+        if back and queue.queued:
+            decisions += queue.refill(now_ns, back)
+
+    def _flag_hosts(self, gone: set[int]) -> list[int]:
+        """Say of each host whether it takes work for the moment. Returns those that do again."""
+        health = self.health
+        back: list[int] = []
+        throttled = self._throttled(gone)
+        for number, host in self._queue.hosts.items():
+            takes = health is None or health.takes(number)
+            out = not takes or number in throttled
+            if host.out and not out:
+                back.append(number)
+            host.out = out
+            host.probing = takes and health is not None and health.state_of(number) == "probing"
+        if health is not None:
+            self._health_version = health.version
+        return back
+
+    def _throttled(self, gone: set[int]) -> set[int]:
+        """Replicas on cards that have lowered their clocks, while most others have not."""
+        if not self._queue.placer.throttled_out:
+            return set()
+        hosts = [host for number, host in self._queue.hosts.items() if number not in gone]
+        slow = {host.number for host in hosts if host.throttled}
+        if not slow:
+            return slow
+        pools: dict[str, list[int]] = {}
+        for host in hosts:
+            pool = pool_of(host.spec.models, host.spec.pooling)
+            pools.setdefault(pool, []).append(host.number)
+        out: set[int] = set()
+        for numbers in pools.values():
+            mine = [number for number in numbers if number in slow]
+            if 2 * len(mine) <= len(numbers):
+                out.update(mine)
+        return out
+
+    def _emptied(self, now_ns: int, replica: int, decisions: Decisions) -> None:
+        if self.capacity is not None and self.capacity.draining(replica):
+            self._scale(now_ns, self.capacity.emptied(now_ns, replica), decisions)
+        elif self.rollout is not None and self.rollout.draining(replica):
+            self._roll(now_ns, self.rollout.emptied(now_ns, replica), decisions)
+
+    # Events
+
+    def told(self, now_ns: int, event: Event) -> Sequence[Decision]:
+        """Take an event about the fleet.
+
+        Raises:
+            Illegal: it cannot be; nothing was changed.
+        """
+        self._facts.fleet(now_ns, event)
+        decisions: Decisions = []
+        match event:
+            case ReplicaUp():
+                self._up(now_ns, event, decisions)
+            case ReplicaDown():
+                self._down(now_ns, event, decisions)
+            case Standby():
+                self._standby(now_ns, event, decisions)
+            case GpuRead():
+                self._gpu_read(now_ns, event)
+            case GpuFault() if self.health is not None:
+                self.tell(now_ns, self.health.gpu_fault(now_ns, event), decisions)
+            case Progress() if self.health is not None:
+                self.health.progress(now_ns, event)
+            case Forecasted() if self.capacity is not None:
+                self.capacity.forecast(now_ns, event)
+            case RolloutRequested() if self.rollout is not None:
+                self._roll(now_ns, self.rollout.requested(now_ns, event), decisions)
+            case Warmed() if self.rollout is not None:
+                self._roll(now_ns, self.rollout.warmed(now_ns, event), decisions)
+            case _:
+                pass
+        return decisions
+
+    def _up(self, now_ns: int, event: ReplicaUp, decisions: Decisions) -> None:
+        if self.health is not None:
+            self.health.up(now_ns, event)
+        if self.capacity is not None:
+            self.capacity.up(now_ns, event)
+        if self.rollout is not None:
+            self._roll(now_ns, self.rollout.up(now_ns, event), decisions)
+        self.attention = True
+
+    def _down(self, now_ns: int, event: ReplicaDown, decisions: Decisions) -> None:
+        if self.health is not None:
+            self.health.down(now_ns, event.replica)
+        if self.capacity is not None:
+            if event.reason != "stopped":
+                self._scale(now_ns, self.capacity.lost(now_ns, event.replica), decisions)
+            self.capacity.down(now_ns, event.replica)
+        if self.rollout is not None:
+            self._roll(now_ns, self.rollout.down(now_ns, event.replica), decisions)
+        self.attention = True
+
+    def _standby(self, now_ns: int, event: Standby, decisions: Decisions) -> None:
+        if self.capacity is not None:
+            self.capacity.standby(now_ns, event)
+            self._queue.counting = True
+        if self.rollout is not None:
+            self._roll(now_ns, self.rollout.standby(now_ns, event), decisions)
+
+    def _gpu_read(self, now_ns: int, event: GpuRead) -> None:
+        host = self._queue.hosts.get(event.replica)
+        if host is not None:
+            self._queue.placer.refresh(host, now_ns)
+            self.attention = True
+
+    # Another policy file
+
+    def take_over(self, now_ns: int, before: Fleet, fresh: set[str]) -> None:
+        """Tell the mechanisms in ``fresh``, which begin anew, what is true of the fleet."""
+        self.looped_ns = before.looped_ns
+        self._fleet_version = before._fleet_version
+        self.attention = True
+        replicas = self._facts.replicas
+        if "health" in fresh and self.health is not None:
+            for number, replica in replicas.items():
+                self.health.up(now_ns, replica.spec)
+                if before.health is not None and before.health.state_of(number) == "isolated":
+                    # A broken card stays broken: it comes back as a new ReplicaUp.
+                    self.health.gpu_fault(now_ns, GpuFault(number, "ecc_uncorrectable"))
+        if "capacity" in fresh and self.capacity is not None:
+            if before.capacity is not None:
+                self.capacity.adopt(before.capacity.state(now_ns), now_ns)
+            else:
+                for replica in replicas.values():
+                    self.capacity.up(now_ns, replica.spec)
+        if "rollout" in fresh and self.rollout is not None:
+            for replica in replicas.values():
+                self.rollout.up(now_ns, replica.spec)
+
+    # Snapshots
+
+    def state(self, now_ns: int) -> FleetState:
+        health, capacity, rollout, alerts = self.health, self.capacity, self.rollout, self.alerts
+        return FleetState(
+            None if health is None else health.state(now_ns),
+            None if capacity is None else capacity.state(now_ns),
+            None if rollout is None else rollout.state(now_ns),
+            None if alerts is None else alerts.state(now_ns),
+            self.looped_ns - now_ns,
+        )
+
+    def load(self, state: FleetState, now_ns: int) -> None:
+        """Go on from a state; the queue has been restored already."""
+        if self.health is not None and state.health is not None:
+            self.health.load(state.health, now_ns)
+        if self.capacity is not None and state.capacity is not None:
+            self.capacity.load(state.capacity, now_ns)
+        if self.rollout is not None and state.rollout is not None:
+            self.rollout.load(state.rollout, now_ns)
+        if self.alerts is not None and state.alerts is not None:
+            self.alerts.load(state.alerts, now_ns)
+        self.looped_ns = state.looped_ns + now_ns
+        self._flag_hosts(set(self._queue.gone))
