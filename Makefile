@@ -9,7 +9,7 @@ ifneq ($(wildcard ../shared/traces),)
 export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
-.PHONY: demo test test-live check oracle bench-twin format clean
+.PHONY: demo test test-live check oracle bench-twin dst scenarios scenarios-long format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
@@ -34,6 +34,15 @@ oracle: .venv/dev
 
 bench-twin: .venv/dev
 	$(BIN)/python -m tests.bench.bench_twin
+
+dst: .venv/dev
+	$(BIN)/python -m tests.dst
+
+scenarios: .venv/dev
+	$(BIN)/python -m tests.bench.bench_scenarios
+
+scenarios-long: .venv/dev
+	$(BIN)/python -m tests.bench.bench_scenarios --long
 
 format: .venv/dev
 	$(BIN)/ruff check --fix .

@@ -159,7 +159,7 @@ class Capacity:
 
     def lost(self, now_ns: int, replica: int) -> Sequence[Decision]:
         """A running replica is out for good: a standby replaces it at once, unless fewer would do.
-        Replicas that are never given up are never too many."""
+        Who takes the place of a replica that is never given up is not given up either."""
         machine = self._machines.get(replica)
         if machine is None or machine.state not in (UP, DRAINING):
             return ()
@@ -168,7 +168,11 @@ class Capacity:
         kept = sum(not other.managed for other in self._in(machine.pool, UP))
         self._move(machine, AWAY)
         wanted = min(have, max(pool.desired, kept)) if pool.desired else have
-        return tuple(self._grow(now_ns, pool.name, wanted - self._have(pool.name)))
+        decisions = self._grow(now_ns, pool.name, wanted - self._have(pool.name))
+        if not machine.managed:
+            for decision in decisions:
+                self._machines[decision.replica].managed = False
+        return decisions
 
     def emptied(self, now_ns: int, replica: int) -> Sequence[Decision]:
         """Nothing is in flight on the replica: if it is draining, it can be stopped."""
@@ -378,9 +382,9 @@ class Capacity:
             return have
         return _ceil(total, section.hpa_target_permille)
 
-    def _grow(self, now_ns: int, pool: str, missing: int) -> list[Decision]:
+    def _grow(self, now_ns: int, pool: str, missing: int) -> list[Rotated | Start]:
         """First those that were draining, then the standbys that start soonest."""
-        decisions: list[Decision] = []
+        decisions: list[Rotated | Start] = []
         for machine in self._in(pool, DRAINING)[: max(0, missing)]:
             self._move(machine, UP)
             decisions.append(Rotated(machine.replica, "in", "needed"))

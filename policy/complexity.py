@@ -81,7 +81,7 @@ class Complexity:
     """Tokens and FLOPs that a request is expected to take."""
 
     __slots__ = (
-        "_classes", "_default", "_least", "_lines", "_permille", "_ratios", "_users",
+        "_classes", "_default", "_first", "_least", "_lines", "_permille", "_ratios", "_users",
     )  # fmt: skip
 
     def __init__(self, parameters: Parameters) -> None:
@@ -96,9 +96,10 @@ class Complexity:
         # The first guess weighs as much as one prompt of 4,000 tokens.
         first_bytes = 4 * estimates.bytes_per_token_milli
         self._ratios = Bounded(MODELS_MAX, lambda: Ratio(4000, first_bytes))
+        self._first = Ratio(4000, first_bytes)
 
     def prompt_tokens(self, model: str, prompt_bytes: int) -> int:
-        ratio = self._ratios.young.get(model) or self._ratios.use(model)
+        ratio = self._ratios.get(model) or self._first
         return prompt_bytes * ratio.tokens // ratio.bytes
 
     def output_tokens(self, event: Arrived, sla: str) -> int:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     Decisions = list[Decision]
 
 NO_PENALTIES = (0, 0, 0)
+NO_DEATH = frozenset({"stopped", "controller_lost"})
+"""Reasons for being down that need no replacement: it was meant, or it will say that it is up."""
 
 
 class FleetState(msgspec.Struct, array_like=True):
@@ -103,7 +105,9 @@ class Fleet:
             queue.reserve(min(self._reserve_permille * extra_permille // 1000, 1000))
         for host in queue.hosts.values():
             if host.penalties != NO_PENALTIES or host.throttled:  # or has the reading grown stale?
+                before = host.throttled
                 queue.placer.refresh(host, now_ns)
+                self.attention |= host.throttled != before
         self.attention |= self.moved()
 
     def _seen(self, now_ns: int) -> list[Seen]:
@@ -322,8 +326,12 @@ class Fleet:
     def _down(self, now_ns: int, event: ReplicaDown, decisions: Decisions) -> None:
         if self.health is not None:
             self.health.down(now_ns, event.replica)
+        died = event.reason not in NO_DEATH
+        if died:
+            key = f"replica {event.replica}"
+            self.alert(now_ns, key, f"down: {event.reason}", (), decisions)
         if self.capacity is not None:
-            if event.reason != "stopped":
+            if died:
                 self._scale(now_ns, self.capacity.lost(now_ns, event.replica), decisions)
             self.capacity.down(now_ns, event.replica)
         if self.rollout is not None:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from policy.compose import build_policy, restore
-from policy.decisions import Abort, Dispatch, Refused, Settled
+from policy.decisions import (
+    Abort,
+    Dispatch,
+    LookUp,
+    Refused,
+    SaveCheckpoint,
+    Settled,
+    Verify,
+)
 from policy.events import Arrived, Cancelled, Failed, Finished, FirstToken, ReplicaUp, Ticked
 from policy.parameters import Parameters
 
@@ -173,8 +181,13 @@ class Checked:
             assert decision.request in self.waiting
             self.waiting.remove(decision.request)
             self.outcomes[decision.request] = decision
-        else:
-            assert isinstance(decision, Abort)
+        elif isinstance(decision, (Verify, LookUp, SaveCheckpoint)):
+            assert decision.request in self.waiting
+        elif isinstance(decision, Abort):
+            assert decision.request in self.arrivals
+            if self.in_flight.get(decision.request) == decision.replica:
+                del self.in_flight[decision.request]
+                self.waiting.add(decision.request)
 
     def bring_up(self, spec: ReplicaUp) -> None:
         self.replicas[spec.replica] = spec

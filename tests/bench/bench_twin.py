@@ -20,25 +20,30 @@ from typing import Any
 
 import simpy
 
+from policy.compose import build_policy
+from policy.files import load_policy
+from policy.log import HashLog
 from tests.figures import Figure, require, write_figures
+from traces import open_trace
+from twin.arrivals import arrivals
+from twin.fleet import fleet_of
+from twin.replay import replay
+from twin.world import World
 
 FIGURES = Path("build/figures/bench-twin.json")
 WORKLOADS = Path("build/bench")
 ROUNDS = 5
 PAIRS = 3
+QUEUE_ALONE = str(Path(__file__).with_name("queue-alone.yaml"))
 REQUIRED = (
     "fifo_4r_10k_req_per_s", "fifo_4r_100k_s", "fifo_4r_100k_mib", "stable_4r_10k_req_per_s",
-    "mooncake_prefix_req_per_s", "cost_ratio_16r_to_1r_fifo", "cost_ratio_100k_to_10k_fifo",
+    "stable_all_req_per_s", "policy_us_per_request", "mooncake_prefix_req_per_s",
+    "cost_ratio_16r_to_1r_fifo", "cost_ratio_16r_to_1r_stable", "cost_ratio_100k_to_10k_fifo",
 )  # fmt: skip
 
 
 def measure(trace: str, policy: str, replicas: int, rounds: int, max_model_len: int) -> None:
     """One process: replay ``rounds`` times and print what each took, as JSON."""
-    from policy.files import load_policy
-    from traces import open_trace
-    from twin.fleet import fleet_of
-    from twin.replay import replay
-
     opened = open_trace(trace)
     fleet = fleet_of([("h100-sxm/qwen3-8b", replicas)], max_model_len=max_model_len)
     parameters = load_policy(policy)
@@ -73,8 +78,9 @@ def timed(
         "per_cpu_s": requests / cpu_s,
         "mib": max(run["mib"] for run in out["runs"]),
     }
+    name = Path(policy).stem
     print(
-        f"{trace.stem:<22}{policy:<10}{replicas:>3} replicas {row['per_wall_s']:>9.0f} req/s"
+        f"{trace.stem:<22}{name:<12}{replicas:>3} replicas {row['per_wall_s']:>9.0f} req/s"
         f" {wall_s:>8.2f} s wall {cpu_s:>8.2f} s CPU {row['mib']:>7.0f} MiB"
         f"  (best {requests / row['best_wall_s']:.0f}/s)",
         flush=True,
@@ -82,16 +88,48 @@ def timed(
     return row
 
 
-def cpu_ratio(a: tuple[Path, int], b: tuple[Path, int]) -> float:
-    """CPU per request of ``a`` over that of ``b``, each (trace, replicas) under fifo.
+class Recorded(HashLog):
+    """A log that keeps what the policy was told, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, Any]] = []
+
+    def append(self, now_ns: int, event: Any, decisions: tuple[Any, ...]) -> None:
+        self.told.append((now_ns, event))
+        super().append(now_ns, event, decisions)
+
+
+def policy_us(trace: Path, replicas: int) -> float:
+    """CPU of all steps of the preset ``stable`` for a request, in microseconds: what it was told in
+    a run, told to it again without the world. The median over the rounds."""
+    parameters = load_policy("stable")
+    opened = open_trace(trace)
+    log = Recorded()
+    fleet = fleet_of([("h100-sxm/qwen3-8b", replicas)])
+    World(fleet, build_policy(parameters), log, lambda chunk: None).run(arrivals(opened))
+    costs: list[float] = []
+    for _ in range(ROUNDS):
+        policy = build_policy(parameters)
+        step, deadline_ns = policy.step, policy.deadline_ns
+        begin = time.process_time()
+        for now_ns, event in log.told:
+            step(now_ns, event)
+            deadline_ns()
+        costs.append((time.process_time() - begin) / opened.rows * 1e6)
+    return statistics.median(costs)
+
+
+def cpu_ratio(a: tuple[Path, int], b: tuple[Path, int], policy: str = "fifo") -> float:
+    """CPU per request of ``a`` over that of ``b``, each (trace, replicas) under ``policy``.
 
     The median over pairs of processes that ran right after each other.
     """
-    ratios = []
+    ratios: list[float] = []
     for _ in range(PAIRS):
-        costs = []
+        costs: list[float] = []
         for trace, replicas in (a, b):
-            row = timed(trace, "fifo", replicas, rounds=3)
+            row = timed(trace, policy, replicas, rounds=3)
             costs.append(row["cpu_s"] / row["requests"])
         ratios.append(costs[0] / costs[1])
     return statistics.median(ratios)
@@ -136,14 +174,26 @@ def main() -> int:
     simpy_before = raw_simpy_per_s()
     small = timed(paths["w10k_r32"], "fifo", 4)
     large = timed(paths["w100k_r32"], "fifo", 4, rounds=3)
+    queue = timed(paths["w10k_r32"], QUEUE_ALONE, 4)
     stable = timed(paths["w10k_r32"], "stable", 4)
     how = "median of the runs in one process"
     figures = [
         Figure("fifo_4r_10k_req_per_s", small["per_wall_s"], "1/s", ">= 40000", how),
         Figure("fifo_4r_100k_s", large["wall_s"], "s", "<= 3.5", how),
         Figure("fifo_4r_100k_mib", large["mib"], "MiB", "<= 150", "peak of the process"),
-        Figure("stable_4r_10k_req_per_s", stable["per_wall_s"], "1/s", ">= 20000", how),
-    ]
+        Figure(
+            "stable_4r_10k_req_per_s", queue["per_wall_s"], "1/s", ">= 20000",
+            f"the tiered queue by itself; {how}",
+        ),
+        Figure(
+            "stable_all_req_per_s", stable["per_wall_s"], "1/s", ">= 10000",
+            f"the preset stable, with every mechanism; {how}",
+        ),
+        Figure(
+            "policy_us_per_request", policy_us(paths["w10k_r32"], 4), "us", "<= 60",
+            "CPU of all of stable's steps for a request, events replayed without the world",
+        ),
+    ]  # fmt: skip
     if "mooncake" in paths:
         prefix = timed(paths["mooncake"], "fifo", 8, rounds=3, max_model_len=131_072)
         figures.append(
@@ -157,6 +207,11 @@ def main() -> int:
             "cost_ratio_16r_to_1r_fifo",
             cpu_ratio((paths["w10k_r8"], 16), (paths["w10k_r8"], 1)), "1", "<= 1.25",
             "CPU of the same trace on 16 replicas and on 1, median of pairs",
+        ),
+        Figure(
+            "cost_ratio_16r_to_1r_stable",
+            cpu_ratio((paths["w10k_r8"], 16), (paths["w10k_r8"], 1), "stable"), "1", "<= 1.5",
+            "CPU of the same trace on 16 replicas and on 1, every mechanism on, median of pairs",
         ),
         Figure(
             "cost_ratio_100k_to_10k_fifo",

@@ -35,7 +35,11 @@ class Book(Rule):
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         super().__init__(ledger)
         self.policy = policy
-        self.facts: Any = getattr(policy, "facts", None)
+
+    @property
+    def facts(self) -> Any:
+        """The policy's facts; a policy that shows none has None."""
+        return getattr(self.policy, "facts", None)
 
 
 class BooksAgree(Book):

@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[str, list[Step]]] = {
     "started what does not stand by": ("FleetIsAsked", [(1, Ticked(), (Start(3),))]),
     "stopped with work": ("FleetIsAsked", [*UP, sent(), (2, Ticked(), (Stop(0),))]),
     "refused and decided": (
-        "RefusedAlone", [*UP, (1, arrived(0), (Refused("Arrived", "x"), SHED))],
+        "RefusedAlone", [*UP, (1, Ticked(), (Refused("Ticked", "x"), OPENED))],
     ),
     "a float": ("NoFloats", [*UP, (1, arrived(0), (Settled(0, "shed", retry_after_ns=1.5,  # type: ignore[arg-type]
                                                            http_code=429),))]),
@@ -288,12 +288,22 @@ def broken(rule: str, policy: Shown, steps: Sequence[Step], **sections: Any) -> 
 
 
 def test_books_that_differ_are_named() -> None:
-    one: list[Step] = [(0, up(0), ()), sent()]
-    broken("BooksAgree.*open in one", Shown(facts=facts(1, 9, up(0), 0, 5)), one)
-    broken("BooksAgree.*in flight", Shown(facts=facts(2, 9, up(0), 0)), one)
+    def play(shown: Any) -> None:
+        policy = Shown()
+        checker = checked(policy)
+        run([(0, up(0), ())], checker)
+        policy.facts = shown
+        run([sent()], checker, end=False)
+
+    play(facts(1, 9, up(0), 0))
+    with pytest.raises(Broken, match="BooksAgree.*open in one"):
+        play(facts(1, 9, up(0), 0, 5))
+    with pytest.raises(Broken, match="BooksAgree.*in flight"):
+        play(facts(2, 9, up(0), 0))
     low = facts(1, 9, up(0), 0)
     low.open[0].kv_tokens = 10
-    broken("BooksAgree.*reserved", Shown(facts=low), one)
+    with pytest.raises(Broken, match="BooksAgree.*reserved"):
+        play(low)
 
 
 def test_reservations_above_the_target_are_named() -> None:

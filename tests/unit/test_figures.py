@@ -173,6 +173,18 @@ def test_requests_are_counted_by_what_became_of_them() -> None:
     assert figures["served_per_s"] == pytest.approx(7 / 3)
 
 
+def test_who_was_sent_away_before_its_first_token_was_dropped() -> None:
+    unheard = {"outcome": "failed", "why": "replica_lost", "first_out_ns": -1}
+    rows = [
+        Row("P1", "", 0, result(**unheard)),
+        Row("P1", "", 0, result(**unheard | {"outcome": "shed", "why": "deadline"})),
+        Row("P1", "", 0, result(**unheard | {"tries": 0, "why": "too_large"})),
+        Row("P1", "", 0, result(**unheard | {"first_out_ns": 2 * S})),
+        Row("P1", "", 0, result(outcome="degraded", why="template", first_out_ns=-1)),
+    ]
+    assert requests(rows=rows)["all"]["dropped"] == 2
+
+
 def test_requests_are_grouped() -> None:
     figures = requests()
     assert {name: group["offered"] for name, group in figures["by_class"].items()} == {
@@ -227,6 +239,9 @@ def test_incidents_are_counted_and_timed_from_each_fault() -> None:
     incidents.decision(12 * S, Start(1))
     incidents.event(20 * S, ReplicaDown(0, "gpu_error"))
     incidents.event(47 * S, up(1))
+    assert incidents.fresh == {1}
+    incidents.dispatched(48 * S, 1)
+    assert not incidents.fresh
     incidents.decision(50 * S, BreakerMoved("m", "open", "share"))
     incidents.decision(60 * S, BreakerMoved("m", "half_open", "time"))
     incidents.decision(61 * S, BreakerMoved("m", "open", "probe"))
@@ -236,7 +251,8 @@ def test_incidents_are_counted_and_timed_from_each_fault() -> None:
     figures = incidents.figures()
     assert figures["faults"]["xid"] == {
         "at_s": 10, "gpu_fault_s": 1, "alert_s": 2, "out_s": 1, "isolated_s": 1, "down_s": 10,
-        "start_s": 2, "up_s": 37, "in_s": None, "breaker_open_s": 40, "breaker_closed_s": 60,
+        "start_s": 2, "up_s": 37, "served_s": 38, "in_s": None, "breaker_open_s": 40,
+        "breaker_closed_s": 60,
     }  # fmt: skip
     assert figures["faults"]["later"]["up_s"] is None
     assert figures["breakers"]["by_key"] == {"m": {"incidents": 2, "opened": 3}}

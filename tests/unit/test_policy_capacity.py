@@ -302,7 +302,7 @@ def test_what_drains_comes_back_before_a_standby_is_started() -> None:
 
 def test_a_standby_replaces_a_lost_replica_at_once() -> None:
     made = capacity(running=2)
-    assert made.lost(7 * MS, 0) == (Start(2),)
+    assert made.lost(7 * MS, 0) == [Start(2)]
     assert made.lost(7 * MS, 0) == ()
     assert made.lost(7 * MS, 99) == ()
 
@@ -310,15 +310,17 @@ def test_a_standby_replaces_a_lost_replica_at_once() -> None:
 def test_a_lost_replica_that_was_too_many_is_not_replaced() -> None:
     made, now_ns = busy_then_quiet(down_window_ms=0)
     made.loop(now_ns, [seen(5, 500, queued=1)])  # one would do, but nothing drains yet
-    assert made.lost(now_ns, 1) == ()
+    assert made.lost(now_ns, 1) == []
 
 
 def test_a_replica_that_always_runs_is_replaced_even_when_fewer_would_do() -> None:
     made = capacity(running=3)
     made.loop(0, [seen(3, 500)])  # one would do
-    assert made.lost(1 * S, 0) == (Start(3),)
-    made.up(2 * S, up(3, models=("m",)))
-    assert made.lost(3 * S, 3) == ()
+    assert made.lost(1 * S, 0) == [Start(3)]
+    run_up(made, range(3, 4))
+    assert not drained(made.loop(400 * S, [seen(3, 500)])), "it has the other's place"
+    made.standby(401 * S, standby(0))
+    assert made.lost(402 * S, 3) == [Start(0)]
 
 
 def test_a_dead_replica_is_made_up_for_by_the_next_loop() -> None:

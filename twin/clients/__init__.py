@@ -4,9 +4,9 @@ from twin.clients.calls import CallClients, Calls
 from twin.clients.chains import ChainClients, Chains
 from twin.clients.sender import Retries
 from twin.clients.sessions import SessionClients, Sessions
-from twin.clients.setting import Client, Setting
+from twin.clients.setting import Setting
 
 __all__ = [
-    "CallClients", "Calls", "ChainClients", "Chains", "Client", "Retries", "SessionClients",
+    "CallClients", "Calls", "ChainClients", "Chains", "Retries", "SessionClients",
     "Sessions", "Setting",
 ]  # fmt: skip

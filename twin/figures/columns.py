@@ -34,8 +34,8 @@ class Columns:
     """Rows side by side; seconds, NaN where it never came to that."""
 
     __slots__ = (
-        "arrival_s", "degraded", "e2e_s", "good", "line", "outcome", "output_tokens", "queue_s",
-        "replica", "settled_s", "sla", "tier", "ttft_s", "useful", "verification", "why",
+        "arrival_s", "degraded", "dropped", "e2e_s", "good", "line", "outcome", "output_tokens",
+        "queue_s", "replica", "settled_s", "sla", "tier", "ttft_s", "useful", "verification", "why",
         "wrong",
     )  # fmt: skip
 
@@ -59,6 +59,8 @@ class Columns:
         answered = self.outcome == CODES["answered"]
         self.degraded = self.outcome == CODES["degraded"]
         done = answered | self.degraded
+        refused = (self.outcome == CODES["failed"]) | (self.outcome == CODES["shed"])
+        self.dropped = refused & (np.array(of["tries"]) > 0) & (first_out < 0)
         first = np.where(first_out >= 0, first_out, settled)
         self.ttft_s = np.where(done, (first - arrival) / NS, np.nan)
         self.e2e_s = np.where(done, (settled - arrival) / NS, np.nan)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from twin.figures.columns import Array, Columns
     from twin.figures.measure import Measure
 
-COUNTS = (*CODES, "good", "useful", "useless", "wrong", "slo_missed", "refused")
+COUNTS = (
+    *CODES, "good", "useful", "useless", "wrong", "slo_missed", "refused", "dropped",
+)  # fmt: skip
 DURATIONS = ("ttft_s", "queue_s", "e2e_s")
 
 
@@ -23,7 +25,8 @@ class Group:
 
     ``useless``: came to nothing useful, the complement of ``useful`` without the cancelled ones.
     ``wrong``: delivered as answered, and wrong. ``slo_missed``: offered and not good, cancelled
-    ones aside. ``refused``: shed or failed.
+    ones aside. ``refused``: shed or failed. ``dropped``: refused after it had been sent to a
+    replica, before its first token: another try might have saved it.
     """
 
     __slots__ = (
@@ -59,6 +62,7 @@ class Group:
         counts["useless"] += int((kept & ~useful).sum())
         counts["slo_missed"] += int((kept & ~good).sum())
         counts["wrong"] += int(columns.wrong[rows].sum())
+        counts["dropped"] += int(columns.dropped[rows].sum())
         counts["refused"] = counts["shed"] + counts["failed"]
         self.output_tokens += int(columns.output_tokens[rows].sum())
         self.first_s = min(self.first_s, float(columns.arrival_s[rows].min()))

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 NS = 1e9
 MARKS = (
-    "gpu_fault", "alert", "out", "isolated", "down", "start", "up", "in", "breaker_open",
+    "gpu_fault", "alert", "out", "isolated", "down", "start", "up", "served", "in", "breaker_open",
     "breaker_closed",
 )  # fmt: skip
 """What is looked for after each fault: ``out`` is any rotation away from full service, ``in`` one
-back to it; ``start`` is the decision to start a standby, ``up`` a replica that has come up."""
+back to it; ``start`` is the decision to start a standby, ``up`` a replica that has come up, and
+``served`` the first request that one is sent."""
 
 
 class Incidents:
@@ -40,16 +41,24 @@ class Incidents:
         """Breakers that opened, by key, again after a probe included."""
         self._incidents: Counter[str] = Counter()
         """The same, from closed only."""
+        self.fresh: set[int] = set()
+        """Replicas that came up during the run and were sent nothing yet."""
 
     def event(self, now_ns: int, event: Event) -> None:
         if isinstance(event, ReplicaUp):
             if now_ns:  # at 0 the fleet comes up
+                self.fresh.add(event.replica)
                 self._mark("up", now_ns)
         elif isinstance(event, ReplicaDown):
             self._downs[event.reason] += 1
             self._mark("down", now_ns)
         elif isinstance(event, GpuFault):
             self._mark("gpu_fault", now_ns)
+
+    def dispatched(self, now_ns: int, replica: int) -> None:
+        """A fresh replica is sent its first request."""
+        self.fresh.discard(replica)
+        self._mark("served", now_ns)
 
     def decision(self, now_ns: int, decision: Decision) -> None:
         self._decisions[_name(decision)] += 1

@@ -42,6 +42,8 @@ class Watch:
             made = type(decision)
             if made is Dispatch:
                 contexts.dispatched(decision.request)  # type: ignore[union-attr]
+                if self._incidents.fresh and decision.replica in self._incidents.fresh:  # type: ignore[union-attr]
+                    self._incidents.dispatched(now_ns, decision.replica)  # type: ignore[union-attr]
             elif made is Settled:
                 contexts.settled(decision.request)  # type: ignore[union-attr]
             elif made is not Abort:

@@ -1,0 +1,464 @@
+"""The whole policy: how the mechanisms work together on a request's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.decisions import (
+    Abort,
+    Alert,
+    BreakerMoved,
+    Dispatch,
+    LookUp,
+    Refused,
+    Reset,
+    Rotated,
+    SaveCheckpoint,
+    Settled,
+    Start,
+    Stop,
+    Verify,
+)
+from policy.events import (
+    Cancelled,
+    CheckpointFailed,
+    CheckpointSaved,
+    Failed,
+    Finished,
+    FirstToken,
+    Forecasted,
+    GpuFault,
+    GpuRead,
+    LookedUp,
+    PolicySwitched,
+    Progress,
+    ReplicaDown,
+    Restored,
+    Standby,
+    Ticked,
+    Verified,
+)
+from policy.parameters import canonical
+from policy.service import Service
+from tests.policy_support import MS, Checked, S, arrived, parameters, up
+
+SURE = {"entropy_mean_millinats": 100, "entropy_worst_millinats": 500, "close_permille": 5}
+UNSURE = {"entropy_mean_millinats": 900, "entropy_worst_millinats": 2500, "close_permille": 60}
+LOST = {"entropy_mean_millinats": 1900, "entropy_worst_millinats": 3000, "close_permille": 290}
+
+
+def service(replicas: int = 2, spec: dict[str, Any] | None = None, **sections: Any) -> Checked:
+    checked = Checked(parameters("tiered", **sections))
+    for replica in range(replicas):
+        checked.bring_up(up(replica, **(spec or {})))
+    return checked
+
+
+def kinds(decisions: Any) -> list[str]:
+    return [type(decision).__name__ for decision in decisions]
+
+
+def answer(checked: Checked, request: int, **features: Any) -> tuple[Any, ...]:
+    """The request's replica answers it."""
+    checked.now_ns += MS
+    replica = checked.in_flight[request]
+    return checked.feed(Finished(request, replica, 250, 0, 100, **features))
+
+
+def ticks(checked: Checked, until_ns: int) -> list[Any]:
+    """Let every deadline up to ``until_ns`` pass; what was decided."""
+    decided: list[Any] = []
+    while True:
+        due_ns = checked.policy.deadline_ns()
+        if due_ns is None or due_ns > until_ns:
+            checked.now_ns = max(checked.now_ns, until_ns)
+            return decided
+        before = checked.now_ns
+        checked.now_ns = max(before, due_ns)
+        decided += checked.feed(Ticked())
+
+
+# Confidence
+
+
+def test_a_sure_answer_is_delivered_with_its_score() -> None:
+    checked = service()
+    request = checked.arrive(stream=False)
+    (settled,) = answer(checked, request, **SURE)
+    assert (settled.outcome, settled.verification) == ("answered", "not_needed")
+    assert settled.confidence_permille > 650
+
+
+def test_an_answer_without_logprobs_has_no_score() -> None:
+    checked = service()
+    request = checked.arrive(stream=False)
+    (settled,) = answer(checked, request)
+    assert (settled.confidence_permille, settled.verification) == (-1, "")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "outcome", "verification"),
+    [("match", "answered", "match"), ("failed", "answered", "skipped_budget")],
+)
+def test_an_unsure_answer_is_run_again_elsewhere(
+    verdict: Any, outcome: str, verification: str
+) -> None:
+    checked = service(confidence={"budget_permille": 1000})
+    request = checked.arrive(stream=False)
+    first = checked.in_flight[request]
+    (verify,) = answer(checked, request, **UNSURE)
+    assert isinstance(verify, Verify)
+    assert verify.replica != first
+    assert request not in checked.outcomes
+    (settled,) = checked.feed(Verified(request, verify.replica, verdict, 100))
+    assert (settled.outcome, settled.verification) == (outcome, verification)
+
+
+def test_a_mismatch_is_degraded_and_says_so() -> None:
+    checked = service(confidence={"budget_permille": 1000, "actions": ["template"]})
+    request = checked.arrive(stream=False)
+    (verify,) = answer(checked, request, **UNSURE)
+    (settled,) = checked.feed(Verified(request, verify.replica, "mismatch", 100))
+    assert (settled.outcome, settled.why) == ("degraded", "template")
+    assert settled.verification == "mismatch"
+
+
+def test_two_replicas_of_one_failure_domain_do_not_verify_each_other() -> None:
+    checked = service(spec={"domain": "host0/card0"}, confidence={"budget_permille": 1000})
+    request = checked.arrive(stream=False)
+    decisions = answer(checked, request, **UNSURE)
+    assert isinstance(decisions[0], LookUp)  # degraded at once: the first way is a cached answer
+
+
+def test_a_stream_is_never_verified_behind_its_callers_back() -> None:
+    checked = service(confidence={"budget_permille": 1000})
+    request = checked.arrive(stream=True)
+    (settled,) = answer(checked, request, **UNSURE)
+    assert (settled.outcome, settled.verification) == ("answered", "skipped_stream")
+
+
+def test_the_ways_to_degrade_are_tried_in_order() -> None:
+    checked = service(1, {"models": ("m",)}, tiers={"fallback_model": "light"})
+    checked.bring_up(up(1, models=("light",)))
+    request = checked.arrive(stream=False)
+    (look_up,) = answer(checked, request, **LOST)
+    assert look_up == LookUp(request)
+    (dispatch,) = checked.feed(LookedUp(request, found=False))
+    assert (dispatch.replica, dispatch.model) == (1, "light")
+    (settled,) = answer(checked, request, **LOST)
+    assert (settled.outcome, settled.why) == ("degraded", "model light")
+
+
+def test_a_cached_answer_comes_with_its_age_and_confidence() -> None:
+    checked = service()
+    request = checked.arrive(stream=False)
+    answer(checked, request, **LOST)
+    (settled,) = checked.feed(LookedUp(request, True, 90 * S, 870))
+    assert (settled.outcome, settled.why) == ("degraded", "cached")
+    assert (settled.age_ns, settled.confidence_permille) == (90 * S, 870)
+
+
+def test_without_any_way_a_doubtful_answer_is_better_than_none() -> None:
+    checked = service(confidence={"actions": []})
+    request = checked.arrive(stream=False)
+    (settled,) = answer(checked, request, **LOST)
+    assert (settled.outcome, settled.why) == ("degraded", "low_confidence")
+
+
+# Breakers
+
+
+def open_breaker(**sections: Any) -> Checked:
+    rule = {
+        "name": "r", "by": ["model"], "kinds": ["http_5xx"], "consecutive_least": 2,
+        "consecutive_ms": 0,
+    }  # fmt: skip
+    breakers = {"rules": [rule]} | sections.pop("breakers", {})
+    checked = service(1, retries={"tries_most": 1}, breakers=breakers, **sections)
+    for _ in range(2):
+        request = checked.arrive(MS)
+        decisions = checked.fail(request, "http_5xx")
+    assert [d.state for d in decisions if isinstance(d, BreakerMoved)] == ["open"]
+    assert any(isinstance(decision, Alert) for decision in decisions)
+    return checked
+
+
+def test_an_open_breaker_answers_from_the_cache() -> None:
+    checked = open_breaker(health={"enabled": False})
+    request = checked.arrive(MS)
+    assert request not in checked.in_flight
+    (settled,) = checked.feed(LookedUp(request, True, S, 900))
+    assert (settled.outcome, settled.why) == ("degraded", "cached")
+
+
+def test_an_open_breaker_with_nothing_to_give_refuses() -> None:
+    checked = open_breaker(health={"enabled": False}, breakers={"actions": []})
+    request = checked.arrive(MS)
+    assert checked.outcomes[request].why.startswith("breaker r")
+    assert checked.outcomes[request].http_code == 503
+
+
+def test_a_retried_try_does_not_count_against_the_model() -> None:
+    rule = {
+        "name": "r", "by": ["model"], "kinds": ["http_5xx"], "consecutive_least": 1,
+        "consecutive_ms": 0,
+    }  # fmt: skip
+    checked = service(2, breakers={"rules": [rule]})
+    request = checked.arrive()
+    decisions = checked.fail(request, "http_5xx")
+    assert kinds(decisions) == ["Dispatch"]
+    answer(checked, request)
+    assert checked.outcomes[request].outcome == "answered"
+
+
+# Limits and chains
+
+
+def test_a_sessions_next_request_waits_for_the_one_before() -> None:
+    checked = service()
+    first = checked.arrive(session="s")
+    second = checked.arrive(session="s", sla="P2")
+    other = checked.arrive(session="t")
+    assert second in checked.waiting
+    assert other in checked.in_flight
+    decisions = answer(checked, first)
+    assert kinds(decisions) == ["Settled", "Dispatch"]
+    assert second in checked.in_flight
+
+
+def test_what_a_limit_holds_back_is_shed_at_its_deadline() -> None:
+    checked = service(health={"enabled": False})
+    checked.arrive(session="s")
+    second = checked.arrive(session="s", deadline_ns=300 * MS)
+    ticks(checked, S)
+    assert (checked.outcomes[second].outcome, checked.outcomes[second].why) == ("shed", "limit")
+
+
+def chain(**fields: Any) -> dict[str, Any]:
+    return {"chain": "c", "stream": False, "user": "ann", **fields}
+
+
+def test_a_step_is_told_after_its_checkpoint_is_safe() -> None:
+    checked = service()
+    request = checked.arrive(**chain(step="plan"))
+    decisions = answer(checked, request)
+    assert decisions == (SaveCheckpoint(request, "c", "plan"),)
+    (settled,) = checked.feed(CheckpointSaved(request, "k1"))
+    assert (settled.checkpoint, settled.outcome) == ("k1", "answered")
+    assert 0 < settled.left_ns <= 8 * S
+    again = checked.arrive(**chain(step="plan"))
+    assert checked.outcomes[again].why == "checkpoint"
+    assert again not in [dispatch.request for dispatch in checked.dispatches]
+
+
+def test_a_failed_save_does_not_cost_the_answer() -> None:
+    checked = service()
+    request = checked.arrive(**chain(step="plan"))
+    answer(checked, request)
+    (settled,) = checked.feed(CheckpointFailed(request))
+    assert (settled.checkpoint, settled.outcome) == ("", "answered")
+
+
+def test_a_chain_out_of_budget_ends_what_is_in_flight() -> None:
+    checked = service(chains={"default": {"budget_ms": 1000}}, health={"enabled": False})
+    request = checked.arrive(**chain(step="plan"))
+    decided = ticks(checked, 2 * S)
+    assert Abort(request, checked.dispatches[0].replica) in decided
+    assert checked.outcomes[request].why == "chain_budget"
+    late = checked.arrive(**chain(step="next"))
+    assert (checked.outcomes[late].outcome, checked.outcomes[late].why) == (
+        "degraded", "chain_budget",
+    )  # fmt: skip
+
+
+# The fleet
+
+
+def test_a_card_with_an_uncorrectable_error_leaves_at_once_and_is_replaced() -> None:
+    checked = service()
+    checked.feed(Standby(7, "spare", (), 30 * S))
+    request = checked.arrive()
+    replica = checked.in_flight[request]
+    decisions = checked.feed(GpuFault(replica, "ecc_uncorrectable"))
+    assert [d.state for d in decisions if isinstance(d, Rotated)] == ["isolated"]
+    assert any(d == Start(7) for d in decisions)
+    assert Abort(request, replica) in decisions
+    assert checked.in_flight[request] != replica
+    for _ in range(5):
+        assert checked.in_flight[checked.arrive()] != replica
+
+
+def test_a_silent_replica_gives_its_requests_back() -> None:
+    checked = service(confidence={"enabled": False})
+    request = checked.arrive()
+    replica = checked.in_flight[request]
+    other = checked.arrive()
+    assert checked.in_flight[other] != replica
+    moved: list[Any] = []
+    tokens = 0
+    for _ in range(40):
+        for decision in ticks(checked, checked.now_ns + 50 * MS):
+            moved.append(decision)
+            if type(decision).__name__ == "ReadProgress":
+                tokens += 10  # only the other one makes any
+                made = 0 if decision.replica == replica else tokens
+                checked.feed(Progress(decision.replica, made))
+    assert any(isinstance(d, Rotated) and d.why == "silent" for d in moved)
+    assert Abort(request, replica) in moved
+    assert checked.in_flight[request] == 1 - replica
+
+
+def test_a_throttled_card_takes_no_new_work_while_others_can() -> None:
+    checked = service()
+    hot = GpuRead(0, 1000, 0, 0, 1000, 1000, throttled=True, age_ns=0)
+    checked.feed(hot)
+    assert {checked.in_flight[checked.arrive()] for _ in range(6)} == {1}
+    checked.feed(
+        msgspec.structs.replace(hot, heat_permille=300, power_permille=300, throttled=False)
+    )
+    assert 0 in {checked.in_flight[checked.arrive()] for _ in range(6)}
+
+
+def test_an_old_reading_of_a_card_says_nothing() -> None:
+    checked = service(placement={"stale_ms": 1000}, health={"enabled": False})
+    checked.feed(GpuRead(0, 1000, 0, 0, 1000, 1000, throttled=True, age_ns=0))
+    checked.arrive(stream=False)
+    ticks(checked, 3 * S)
+    assert 0 in {checked.in_flight[checked.arrive()] for _ in range(6)}
+
+
+def test_a_dead_replica_is_replaced_by_a_standby() -> None:
+    checked = service(1)
+    checked.feed(Standby(7, "spare", (), 30 * S))
+    decisions = checked.feed(ReplicaDown(0, "killed"))
+    assert Start(7) in decisions
+
+
+def test_a_fleet_that_can_grow_is_told_its_load_and_shrinks_when_idle() -> None:
+    checked = service(1, capacity={"least_replicas": 1, "down_window_ms": 10_000})
+    checked.feed(Standby(7, "spare", (), S))
+    checked.bring_up(up(7))
+    decided: list[Any] = []
+    for _ in range(400):
+        request = checked.arrive(stream=False)
+        decided += answer(checked, request)
+        decided += ticks(checked, checked.now_ns + 500 * MS)
+    assert any(isinstance(d, Rotated) and d.state == "draining" for d in decided)
+    assert Stop(7) in decided
+
+
+# Switches and restarts
+
+
+def switched(checked: Checked, **sections: Any) -> tuple[Any, ...]:
+    assert isinstance(checked.policy, Service)
+    new = parameters("tiered", **sections)
+    old = canonical(checked.policy.parameters)
+    checked.params = new
+    return checked.feed(PolicySwitched(old, canonical(new)))
+
+
+def test_a_switch_keeps_what_has_the_same_meaning_and_says_what_it_reset() -> None:
+    checked = service(1, {"max_num_seqs": 1})
+    running = checked.arrive()
+    waiting = checked.arrive(sla="P2")
+    parked = checked.arrive(session="s")
+    decisions = switched(checked, limits={"user_per_s": 3}, shedding={"queue_max": 9})
+    assert Reset(("limits",)) in decisions
+    assert {waiting, parked} <= checked.waiting
+    answer(checked, running)
+    checked.drain()
+    assert all(settled.outcome == "answered" for settled in checked.outcomes.values())
+
+
+def test_a_switch_that_cannot_be_is_refused() -> None:
+    checked = service(1)
+    assert isinstance(checked.policy, Service)
+    old = canonical(checked.policy.parameters)
+    for event in (
+        PolicySwitched("another", old), PolicySwitched(old, "{"),
+        PolicySwitched(old, canonical(parameters("fifo"))),
+    ):  # fmt: skip
+        assert kinds(checked.feed(event)) == ["Refused"]
+
+
+def test_an_isolated_card_stays_out_over_a_switch() -> None:
+    checked = service(2)
+    checked.feed(GpuFault(0, "ecc_uncorrectable"))
+    switched(checked, health={"open_ms": 3000})
+    assert {checked.in_flight[checked.arrive()] for _ in range(5)} == {1}
+
+
+def test_after_a_crash_everything_open_is_settled_as_lost() -> None:
+    checked = service(1, {"max_num_seqs": 1})
+    requests = [checked.arrive(session="s"), checked.arrive(session="s"), checked.arrive()]
+    checked.waiting |= set(checked.in_flight)  # no Abort: whoever lost them has lost the replicas
+    checked.in_flight.clear()
+    decisions = checked.feed(Restored())
+    lost = [d for d in decisions if isinstance(d, Settled)]
+    assert {settled.request for settled in lost} == set(requests)
+    assert {settled.why for settled in lost} == {"controller_lost"}
+    late = checked.arrive()
+    assert checked.outcomes[late].why == "no_replica"
+
+
+# Illegal events
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Verified(0, 0, "match"), CheckpointSaved(0, "k"), CheckpointFailed(0), LookedUp(0, True),
+        Verified(99, 0, "match"), GpuRead(0, -1, 0, 0, 0, 0, False, 0), Progress(0, -1),
+        GpuRead(9, 1, 0, 0, 0, 0, False, 0), Standby(0, "up already", (), S),
+        Standby(-1, "x", (), S), Restored(-1), Forecasted((S,), (1, 2), (1,), (1,), (1,)),
+        GpuFault(9, "ecc_correctable"), Failed(0, 1, "timeout"), FirstToken(0, 1),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_changes_nothing(event: Any) -> None:
+    checked = service(1)
+    checked.arrive()
+    (refused,) = checked.feed(event)
+    assert isinstance(refused, Refused)
+
+
+@pytest.mark.parametrize("stage", ["verify", "look up", "save"])
+def test_a_cancelled_request_is_settled_whatever_it_waits_for(stage: str) -> None:
+    checked = service(confidence={"budget_permille": 1000})
+    fields = chain(step="plan") if stage == "save" else {"stream": False}
+    request = checked.arrive(**fields)
+    answer(checked, request, **{"verify": UNSURE, "look up": LOST, "save": SURE}[stage])
+    decisions = checked.feed(Cancelled(request))
+    assert checked.outcomes[request].outcome == "cancelled"
+    assert (kinds(decisions)[0] == "Abort") is (stage == "verify")
+    late: Any = {
+        "verify": Verified(request, 1, "match"), "look up": LookedUp(request, True),
+        "save": CheckpointSaved(request, "k"),
+    }[stage]  # fmt: skip
+    assert checked.feed(late) == ()
+
+
+def test_the_score_table_shows_every_replica_and_changes_nothing() -> None:
+    checked = service(2)
+    checked.feed(GpuFault(1, "ecc_uncorrectable"))
+    assert isinstance(checked.policy, Service)
+    before = checked.policy.snapshot()
+    rows = checked.policy.scores(arrived(0))
+    assert [row.replica for row in rows] == [0, 1]
+    assert [row.room for row in rows] == ["free", "out"]
+    assert checked.policy.snapshot() == before
+
+
+def test_a_dispatch_goes_where_the_score_is_least() -> None:
+    checked = service(3)
+    for _ in range(20):
+        assert isinstance(checked.policy, Service)
+        rows = checked.policy.scores(arrived(checked.next_request))
+        best = min(rows, key=lambda row: (row.score_ns, row.replica))
+        request = checked.arrive()
+        dispatch = checked.dispatches[-1]
+        assert isinstance(dispatch, Dispatch)
+        assert (dispatch.request, dispatch.replica) == (request, best.replica)
