@@ -43,7 +43,7 @@ from policy.events import (
     Ticked,
     Verified,
 )
-from policy.facts import LOOKING, SAVING, VERIFYING, Facts, FactsState, Illegal
+from policy.facts import LOOKING, SAVING, UNANSWERED, VERIFYING, Facts, FactsState, Illegal
 from policy.fleet import Fleet, FleetState
 from policy.limits import FULL, PARKED, Limits, LimitsState
 from policy.outcomes import CALLERS_FAULT, MAYBE_RUNNING, failed
@@ -298,9 +298,11 @@ class Service:
         if job.lighter:
             self._observe(now_ns, opened, "", score)
             why = f"model {self._tiered.lighter_model}"
+            before = opened.pending
             settled = Settled(
-                event.request, "degraded", NAMES[job.tier], why, confidence_permille=score
-            )
+                event.request, "degraded", NAMES[job.tier], why, confidence_permille=score,
+                verification="" if before is None else before.verification,
+            )  # fmt: skip
         elif score >= 0:
             decisions += self._trusted(now_ns, opened, job, score, tokens)
             return decisions
@@ -374,7 +376,7 @@ class Service:
         parameters = self.parameters
         blocked = opened.cause.startswith("breaker")
         actions = parameters.breakers.actions if blocked else parameters.confidence.actions
-        opened.stage = 0
+        opened.stage = UNANSWERED
         while opened.rung < len(actions):
             action = actions[opened.rung]
             opened.rung += 1
@@ -402,7 +404,7 @@ class Service:
             return ()
         if not event.found:
             return self._degraded(now_ns, opened)
-        opened.stage = 0
+        opened.stage = UNANSWERED
         settled = self._lesser(opened, "cached", event.age_ns)
         settled = msgspec.structs.replace(settled, confidence_permille=event.confidence_permille)
         return self._delivered(now_ns, opened, settled)
@@ -497,6 +499,8 @@ class Service:
         again = self._tiered.retry(now_ns, opened, kind)
         if again is not None:
             decisions += again
+        elif opened.pending is not None:  # the doubtful answer before is better than none
+            decisions += self._settled(now_ns, opened, self._lesser(opened, opened.cause))
         else:
             tier = NAMES[self._tiered.jobs[request].tier]
             self._tiered.forget(opened)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.dst.ledger import Ledger, Replica, Request
 
 S = 1_000_000_000
+PULSE_NS = 100_000_000
+"""How long a policy may take to notice that a reading has become too old."""
 
 
 def mechanisms(policy: Any) -> dict[str, Any]:
@@ -187,7 +189,8 @@ class NothingStarves(Book):
     waits is not passed for ever: it gets its share of what is started meanwhile.
 
     A request that may not go to a replica because it failed there may stand before others that
-    may: for a replica that something waiting has failed on, standing idle is allowed.
+    may: for a replica that something waiting has failed on, standing idle is allowed. So it is for
+    one whose card was throttled a short time ago.
 
     Passing is counted in tokens, as a crude price: the policy prices in FLOPs, by lengths that it
     learns. ``SLACK`` covers the difference, and the work that may be saved up for a tier.
@@ -201,10 +204,14 @@ class NothingStarves(Book):
         self._passed_tokens: dict[int, int] = {}
 
     def after(self, now_ns: int, event: Event, decisions: Decisions) -> None:
+        stale_ns = self.ledger.parameters.placement.stale_ms * NS_PER_MS + PULSE_NS
         idle = [
             replica
             for replica in self.ledger.replicas.values()
-            if replica.ready and replica.rotation == "in" and not replica.in_flight
+            if replica.ready
+            and replica.rotation == "in"
+            and not replica.in_flight
+            and not 0 <= replica.throttled_ns >= now_ns - stale_ns
         ]
         waiting = list(self._waiting()) if idle else []
         if waiting:

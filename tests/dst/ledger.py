@@ -29,6 +29,7 @@ from policy.events import (
     Failed,
     Finished,
     FirstToken,
+    GpuRead,
     LookedUp,
     PolicySwitched,
     ReplicaDown,
@@ -98,6 +99,8 @@ class Replica:
     spec: ReplicaUp
     ready: bool = True
     rotation: str = "in"
+    throttled_ns: int = -1
+    """When its card was last read to be throttled, if it was so at the last reading."""
     in_flight: set[int] = field(default_factory=set)
     """Requests, first runs and second ones alike."""
 
@@ -119,8 +122,8 @@ class Ledger:
         self.standbys: dict[int, Standby] = {}
         self.breakers: dict[str, str] = {}
         """State by key, of those that ever moved."""
-        self.checkpoints: dict[tuple[str, str, str], str] = {}
-        """Ids of what was saved, by user, chain and step."""
+        self.checkpoints: set[str] = set()
+        """Ids of what was saved."""
         self.switches = 0
 
     # Events
@@ -134,6 +137,10 @@ class Ledger:
             self._switch(from_canonical(event.new))
         elif isinstance(event, ReplicaUp | ReplicaDown | Standby):
             self._learn_of_fleet(event)
+        elif isinstance(event, GpuRead):
+            if event.replica in self.replicas:
+                throttled_ns = now_ns - event.age_ns if event.throttled else -1
+                self.replicas[event.replica].throttled_ns = throttled_ns
         elif isinstance(event, Restored):  # replicas tell again that they are up
             for replica in self.replicas.values():
                 replica.ready = False
@@ -181,8 +188,7 @@ class Ledger:
             request.looking_up = False
         elif isinstance(event, CheckpointSaved):
             request.saving = False
-            arrived = request.event
-            self.checkpoints[arrived.user, arrived.chain, arrived.step] = event.checkpoint
+            self.checkpoints.add(event.checkpoint)
         elif isinstance(event, CheckpointFailed):
             request.saving = False
         elif isinstance(event, Verified):

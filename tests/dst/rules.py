@@ -75,14 +75,14 @@ class OneOutcome(Rule):
 
     def _told(self, request: Request, settled: Settled) -> None:
         arrived = request.event
-        if settled.checkpoint and settled.checkpoint not in self.ledger.checkpoints.values():
+        if settled.checkpoint and settled.checkpoint not in self.ledger.checkpoints:
             raise Broken(f"checkpoint {settled.checkpoint!r} was never saved: {settled}")
         codes = SHARED_HTTP.get(settled.outcome)
         if codes is not None and settled.http_code not in codes:
             raise Broken(f"request {settled.request}: {settled.outcome} with {settled.http_code}")
         if settled.outcome == "failed" and settled.http_code < 400:
             raise Broken(f"request {settled.request}: failed with {settled.http_code}")
-        kept = settled.checkpoint in self.ledger.checkpoints.values() and arrived.chain
+        kept = settled.checkpoint in self.ledger.checkpoints and arrived.chain
         if settled.outcome == "answered" and request.finished is None and not kept:
             raise Broken(f"request {settled.request} is answered, and nobody answered it")
 
