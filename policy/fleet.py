@@ -183,8 +183,9 @@ class Fleet:
         for decision in told:
             if isinstance(decision, Start) and self.capacity is not None:
                 self.capacity.taken(now_ns, decision.replica)
-        self.tell(now_ns, told, decisions)
-        self.attention = True
+        if told:
+            self.tell(now_ns, told, decisions)
+            self.attention = True
 
     def _scale(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
         """Pass on what capacity decided; a rollout keeps its hands off what it started."""
@@ -194,6 +195,11 @@ class Fleet:
         self.tell(now_ns, told, decisions)
 
     def _rotated(self, now_ns: int, moved: Rotated, decisions: Decisions) -> None:
+        host = self._queue.hosts.get(moved.replica)
+        if host is not None and moved.state != "in":  # at once: the same event may send more
+            health = self.health
+            takes = health is not None and health.takes(moved.replica)
+            host.out = moved.state != "probing" or not takes
         if moved.state not in ("ejected", "isolated") or moved.why == "backpressure":
             return
         replica = moved.replica

@@ -438,7 +438,7 @@ class Tiered:
             if host is None or host.out or not host.replica.ready or number in self.gone:
                 continue
             spent: list[Pool] = []
-            while self.queued and host.replica.in_flight < host.sequences_most:
+            while self.queued and not host.out and host.replica.in_flight < host.sequences_most:
                 pool = self._next_pool(number, spent)
                 if pool is None:
                     break

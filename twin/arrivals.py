@@ -7,7 +7,7 @@ holds the batches since that of the oldest open request, however long the trace 
 from __future__ import annotations
 
 from math import isfinite
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +41,8 @@ class Chunk:
         "output_tokens", "prefix", "prefix_block_tokens", "prompt_bytes", "prompt_tokens",
         "results", "session", "sla", "user",
     )  # fmt: skip
+    stream: ClassVar[bool] = True
+    """Traces do not say; most callers of chat and completions do."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         rows = batch.num_rows

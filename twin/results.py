@@ -85,7 +85,9 @@ class Observed:
         # An embedding has no first token: all of its engine time is prefill.
         prefilled = np.where(has_first, first + token_out, last)
         e2e = self.settled_ns - arrival
-        ttft = np.where(has_first & ~kept, first_out, self.settled_ns) - arrival
+        # Of an answer sent as a whole only its engine knew the first token.
+        heard = np.where(first_out >= 0, first_out, first)
+        ttft = np.where(has_first & ~kept, heard, self.settled_ns) - arrival
         tokens = self.output_tokens
         gaps = np.maximum(tokens - 1, 1)
         nan = np.nan

@@ -124,8 +124,8 @@ class World:
     """
 
     __slots__ = (
-        "_answers", "_cards", "_chunks", "_more", "_next_id", "_on_arrival", "_settled", "_source",
-        "calls", "clients", "cold_start_factor", "env", "errands", "failures", "faults",
+        "_alarm", "_answers", "_cards", "_chunks", "_more", "_next_id", "_on_arrival", "_settled",
+        "_source", "calls", "clients", "cold_start_factor", "env", "errands", "failures", "faults",
         "keeps_version", "link_dice", "queued", "refused", "replicas", "retry_attempts",
         "runner", "seed", "settings", "watch",
     )  # fmt: skip
@@ -163,6 +163,7 @@ class World:
         self.calls: dict[int, Call] = {}
         """Open requests, in order of arrival."""
         self.link_dice = Dice(seed, "link")
+        self._alarm: Event | None = None
         self._answers = answers
         self._settled = settled
         self._chunks: list[Chunk] = []
@@ -328,10 +329,13 @@ class World:
     # ---- the policy's driver ----
 
     def _arm(self, at_ns: int) -> None:
-        self.after(max(0, at_ns - self.now_ns), self._tick)
+        """Set the policy's alarm; one that was set before rings in vain."""
+        self._alarm = alarm = Event([self._tick])
+        self.env.schedule(alarm, DELIVERIES, max(0, at_ns - self.now_ns))
 
     def _tick(self, event: simpy.Event) -> None:
-        if self.alive:  # a policy that wants to be ticked for ever would never let it end
+        # A policy that wants to be ticked for ever would never let it end.
+        if event is self._alarm and self.alive:
             self.runner.tick()
 
     def _apply(self, decision: Decision) -> None:
@@ -396,10 +400,10 @@ class World:
         return call
 
     def first_token(self, event: simpy.Event) -> None:
-        """A first token is back at the controller."""
+        """A first token is back at the controller, which sees none of an answer sent as a whole."""
         seq: Sequence = event._value
         call = self.calls.get(seq.id)
-        if call is not None and call.seq is seq:
+        if call is not None and call.seq is seq and call.chunk.stream:
             call.first_out_ns = self.env._now
             self.runner.feed(FirstToken(seq.id, call.replica))
 

@@ -158,7 +158,8 @@ class Ledger:
         self.switches += 1
         forgiven: set[str] = set()
         if old.health != new.health:
-            forgiven |= {"ejected", "probing"} if new.health.enabled else HEALTH_STATES
+            acts = new.health.enabled and new.health.enforce
+            forgiven |= {"ejected", "probing"} if acts else HEALTH_STATES
         if (old.capacity, old.rollout) != (new.capacity, new.rollout):
             forgiven |= {"draining", "warming"}
         for replica in self.replicas.values():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from policy.decisions import BreakerMoved, Dispatch, Rotated, Verify
-from policy.events import Arrived, CheckpointSaved, Finished, PolicySwitched, Restored
+from policy.events import Arrived, CheckpointSaved, Finished, PolicySwitched
 from policy.parameters import from_canonical
 from tests.dst.rules import NS_PER_MS, Broken, Decisions, Rule
 
@@ -125,8 +125,9 @@ class ChainsKeepTime(Rule):
         """The chain of an open request."""
 
     def before(self, now_ns: int, event: Event) -> None:
-        if isinstance(event, PolicySwitched | Restored):
-            self._forget(event)
+        if isinstance(event, PolicySwitched) and _chains_differ(event):
+            self._chains.clear()
+            self._of.clear()
         elif isinstance(event, CheckpointSaved):
             self._save(now_ns, event)
         for number, chain in list(self._of.items()):
@@ -140,16 +141,15 @@ class ChainsKeepTime(Rule):
                     f" ended at {chain.end_ns} ns"
                 )
 
-    def _forget(self, event: PolicySwitched | Restored) -> None:
-        if isinstance(event, Restored) or _chains_differ(event):
-            self._chains.clear()
-            self._of.clear()
-
     def _save(self, now_ns: int, event: CheckpointSaved) -> None:
         request = self.ledger.open.get(event.request)
         chain = self._of.get(event.request)
-        if request is not None and chain is not None and request.saving and request.event.step:
-            chain.done.setdefault(request.event.step, (event.checkpoint, now_ns))
+        if request is None or chain is None or not request.saving:
+            return
+        step = request.event.step
+        if not step:  # nameless steps take each other's place
+            chain.done.pop(step, None)
+        chain.done.setdefault(step, (event.checkpoint, now_ns))
 
     def after(self, now_ns: int, event: Event, decisions: Decisions) -> None:
         if not isinstance(event, Arrived) or not event.chain:
@@ -195,7 +195,8 @@ class ChainsKeepTime(Rule):
         if now_ns > chain.end_ns and decision.request in self._of:
             raise Broken(f"chain {event.chain!r} ended at {chain.end_ns} ns: {decision}")
         checkpoint, saved_ns = chain.done.get(event.step, ("", 0))
-        if checkpoint and saved_ns < request.arrived_ns and now_ns < chain.end_ns:
+        before = checkpoint and event.step and saved_ns < request.arrived_ns
+        if before and now_ns < chain.end_ns:
             raise Broken(
                 f"step {event.step!r} of chain {event.chain!r} is paid for again; its checkpoint,"
                 f" {checkpoint!r}, is safe since {saved_ns} ns: {decision}"

@@ -16,6 +16,7 @@ from twin.clients.sender import NS, Sender
 from twin.clients.setting import Client, Name
 from twin.dice import Share, quantile_of
 from twin.figures.bounds import upper_share
+from twin.figures.measure import gives_what_was_asked
 from twin.figures.spread import Trickle
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Chains(Client, frozen=True, forbid_unknown_fields=True, tag="chains", kw_o
     on without their result."""
     enough_after: str = ""
     """A step whose answer is worth having although the chain was ended after it; empty: none."""
-    useful_degraded: tuple[str, ...] = ("cached", "lighter")
+    useful_degraded: tuple[str, ...] = ("cached", "model")
     """Ways of being degraded that are a real answer to a step."""
     resumes: Annotated[int, Meta(ge=0, le=20)] = 1
     """How often a chain goes on after a step has failed: from its last checkpoint, or, without
@@ -293,7 +294,7 @@ class _Chain:
         """Whether the step has a real answer, and whether that is right."""
         if result.outcome == "degraded":
             self._all.counts["degraded_steps"] += 1
-            if result.why not in self._all.spec.useful_degraded:
+            if not gives_what_was_asked(result.why, self._all.spec.useful_degraded):
                 self._flaws.add("hollow")
                 return
         if result.correct == 0 and result.why != "cached":

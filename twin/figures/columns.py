@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from traces.schema import OUTCOMES
+from twin.figures.measure import gives_what_was_asked
 from twin.world import Result
 
 if TYPE_CHECKING:
@@ -61,14 +62,16 @@ class Columns:
         done = answered | self.degraded
         refused = (self.outcome == CODES["failed"]) | (self.outcome == CODES["shed"])
         self.dropped = refused & (np.array(of["tries"]) > 0) & (first_out < 0)
-        first = np.where(first_out >= 0, first_out, settled)
+        # Of an answer sent as a whole only its engine knew the first token.
+        heard = np.where(first_out >= 0, first_out, np.array(of["first_ns"]))
+        first = np.where(heard >= 0, heard, settled)
         self.ttft_s = np.where(done, (first - arrival) / NS, np.nan)
         self.e2e_s = np.where(done, (settled - arrival) / NS, np.nan)
         waited = np.where(dispatched >= 0, dispatched, settled) - arrival
         self.queue_s = np.where(done, waited / NS, np.nan)
         correct = np.array(of["correct"])
         self.wrong = answered & (correct == 0)
-        useful_way = np.array([way in measure.useful_degraded for way in self.why])
+        useful_way = np.array([gives_what_was_asked(way, measure.useful_degraded) for way in self.why])
         # A kept answer takes the engine's place, so what the engine said does not matter.
         right = (correct != 0) | np.array([way == "cached" for way in self.why])
         self.useful = right & (answered | (self.degraded & useful_way))

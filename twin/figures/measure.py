@@ -40,9 +40,15 @@ class Measure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Length of the windows in which percentiles are compared."""
     window_least: Annotated[int, Meta(ge=1)] = 20
     """Answers that a window needs to count."""
-    useful_degraded: tuple[str, ...] = ("cached", "lighter")
-    """Ways of being degraded that still give the caller what was asked for."""
+    useful_degraded: tuple[str, ...] = ("cached", "model")
+    """Ways of being degraded that still give the caller what was asked for, by their first word:
+    ``model NAME`` is an answer of the lighter model NAME."""
     warm_up_s: NonNegative = 0.0
     """Requests that arrive before this are not counted."""
     spans: dict[str, Span] = msgspec.field(default_factory=dict)
     above: dict[str, Above] = msgspec.field(default_factory=dict)
+
+
+def gives_what_was_asked(why: str, useful_degraded: tuple[str, ...]) -> bool:
+    """Is an answer that was degraded in the way ``why`` of use to its caller?"""
+    return why in useful_degraded or why.partition(" ")[0] in useful_degraded

@@ -1,0 +1,27 @@
+"""Whole random runs in the test-suite; ``python -m tests.dst`` plays many more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.dst.__main__ import play_all
+from tests.dst.random_scenarios import play, random_scenario
+
+BLOCKS = [range(start, start + 20) for start in range(0, 200, 20)]
+
+
+@pytest.mark.parametrize("seeds", BLOCKS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_no_invariant_breaks(seeds: range) -> None:
+    played = play_all(seeds)
+    again = [f"python -m tests.dst --seed {seed}: {what}" for seed, what in played.broken]
+    assert not again, "\n".join(again)
+
+
+def test_a_seed_gives_one_run() -> None:
+    first, second = Counter[str](), Counter[str]()
+    assert play(5, first).checker.steps == play(5, second).checker.steps
+    assert first == second
+    assert random_scenario(5) == random_scenario(5)
+    assert random_scenario(5) != random_scenario(6)
