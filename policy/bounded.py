@@ -20,10 +20,14 @@ class Bounded(Generic[T]):
     __slots__ = ("half_max", "make", "old", "young")
 
     def __init__(self, keys_max: int, make: Callable[[], T]) -> None:
-        self.half_max = max(1, keys_max // 2)
+        self.resize(keys_max)
         self.make = make
         self.young: dict[str, T] = {}
         self.old: dict[str, T] = {}
+
+    def resize(self, keys_max: int) -> None:
+        """Another bound from now on; what is too much goes as keys are used."""
+        self.half_max = max(1, keys_max // 2)
 
     def get(self, key: str) -> T | None:
         """The value, if it is still known. Does not count as a use."""

@@ -639,6 +639,8 @@ class Service:
         new = self._checked_switch(event)
         facts = self.facts
         facts.now_ns = now_ns
+        facts.users.resize(new.history.keys_max)
+        facts.lines.resize(new.history.keys_max)
         old, tiered, fleet, before = self.parameters, self._tiered, self._fleet, self.mechanisms
         self._build(new)
         reset: list[str] = []

@@ -17,7 +17,18 @@ from policy.decisions import (
     Settled,
     Verify,
 )
-from policy.events import Arrived, Cancelled, Failed, Finished, FirstToken, ReplicaUp, Ticked
+from policy.events import (
+    Arrived,
+    Cancelled,
+    CheckpointSaved,
+    Failed,
+    Finished,
+    FirstToken,
+    LookedUp,
+    ReplicaUp,
+    Ticked,
+    Verified,
+)
 from policy.parameters import Parameters
 
 if TYPE_CHECKING:
@@ -88,6 +99,8 @@ class Checked:
         self.outcomes: dict[int, Settled] = {}
         self.replicas: dict[int, ReplicaUp] = {}
         self.dispatches: list[Dispatch] = []
+        self.asked: dict[int, Verify | LookUp | SaveCheckpoint] = {}
+        """What the policy waits for an answer to."""
 
     def feed(self, event: Event, after_ns: int = 0) -> tuple[Decision, ...]:
         self.now_ns += after_ns
@@ -132,6 +145,16 @@ class Checked:
     def fail(self, request: int, kind: Any, after_ns: int = 0) -> tuple[Decision, ...]:
         return self.feed(Failed(request, self.in_flight[request], kind), after_ns)
 
+    def reply(self, request: int) -> None:
+        """Answer what the policy asked for about the request."""
+        asked = self.asked.pop(request)
+        if isinstance(asked, LookUp):
+            self.feed(LookedUp(request, found=False))
+        elif isinstance(asked, Verify):
+            self.feed(Verified(request, asked.replica, "match", 100))
+        else:
+            self.feed(CheckpointSaved(request, f"c{request}"))
+
     def tick(self) -> None:
         """Let the next deadline pass."""
         due_ns = self.policy.deadline_ns()
@@ -147,7 +170,9 @@ class Checked:
         while self.waiting or self.in_flight:
             rounds += 1
             assert rounds < 10_000, f"stuck: {self.waiting} wait, {self.in_flight} are in flight"
-            if self.in_flight:
+            if self.asked:
+                self.reply(min(self.asked))
+            elif self.in_flight:
                 self.finish(min(self.in_flight), after_ns=MS)
             else:
                 assert not self.replicas or self.policy.deadline_ns() is not None
@@ -180,9 +205,11 @@ class Checked:
             assert decision.request not in self.outcomes
             assert decision.request in self.waiting
             self.waiting.remove(decision.request)
+            self.asked.pop(decision.request, None)
             self.outcomes[decision.request] = decision
         elif isinstance(decision, (Verify, LookUp, SaveCheckpoint)):
             assert decision.request in self.waiting
+            self.asked[decision.request] = decision
         elif isinstance(decision, Abort):
             assert decision.request in self.arrivals
             if self.in_flight.get(decision.request) == decision.replica:

@@ -8,6 +8,8 @@ A card is read every few seconds, and what was read then holds until the next re
 - *The PCIe link* carries other processes' traffic too: a random walk of its own for each card.
   A replica's prompts go over the link, so taking in a request and prefilling take
   ``1 + pcie_permille / 1000`` times as long. Decoding stays on the card.
+- *Closeness* does not change. Over switches and between sockets prompts are slower by up to
+  ``far_permille``, whatever else is on the link.
 
 All figures are integers and all draws are keyed by card and reading, so nothing depends on the
 order in which cards are looked at. MIG slices share their card's heat, power and link.
@@ -57,6 +59,8 @@ class CardSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The most that other processes use of the link."""
     pcie_step_permille: Permille = 40
     """How far that moves at most from one reading to the next."""
+    far_permille: Permille = 300
+    """By how much longer taking in and prefilling take at a closeness of 0."""
 
 
 class Card:
@@ -172,11 +176,11 @@ class Cards:
     def _weigh(self, card: Card) -> None:
         """What the card's state does to its replicas."""
         slow = self._settings.throttle_factor_permille if card.throttled else 1000
-        trouble = Trouble(
-            factor=Fraction(slow, 1000), upload_factor=Fraction(1000 + card.pcie_permille, 1000)
-        )
         for replica in card.replicas:
-            replica.trouble("card", trouble)
+            apart_permille = 1000 - replica.spec.closeness_permille
+            far = Fraction(1_000_000 + self._settings.far_permille * apart_permille, 1_000_000)
+            upload = far * Fraction(1000 + card.pcie_permille, 1000)
+            replica.trouble("card", Trouble(factor=Fraction(slow, 1000), upload_factor=upload))
 
     def _tell(self, replica: Replica, card: Card, busy_permille: int) -> None:
         spec = replica.spec

@@ -1,9 +1,9 @@
 """What goes wrong, when, and where: named faults with a time, carried out by the injector.
 
 A fault on replicas says where: by number, by name, by failure domain (a host, a card, a MIG slice:
-everything inside it is hit) or ``*`` for all. Factors are in permille, so they are exact. A fault
-that starts at the same instant as something else comes first; faults at one instant go by their
-place in the list.
+everything inside it is hit), ``*`` for all, or ``?`` for one of those that are up then, by seed.
+Factors are in permille, so they are exact. A fault that starts at the same instant as something
+else comes first; faults at one instant go by their place in the list.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from msgspec import Meta
 from policy.events import GpuFault
 from twin.agenda import FAULTS, Event
 from twin.arrivals import repeated
+from twin.dice import Dice
 from twin.fleet import within
 from twin.replicas import Trouble
 
@@ -189,10 +190,11 @@ Fault = (
 class Injector:
     """Makes faults happen, and ends those that last for a while."""
 
-    __slots__ = ("_bad_weights", "_cards", "_cold", "_faults", "_storms", "_world")
+    __slots__ = ("_bad_weights", "_cards", "_cold", "_dice", "_faults", "_storms", "_world")
 
     def __init__(self, world: World, faults: Sequence[Fault], cards: Cards | None) -> None:
         self._world = world
+        self._dice = Dice(world.seed, "where")
         self._faults = tuple(faults)
         self._cards = cards
         self._bad_weights: dict[int, tuple[BadWeights, frozenset[int]]] = {}
@@ -201,7 +203,8 @@ class Injector:
         for fault in self._faults:
             if isinstance(fault, Overheating | PcieLoad) and cards is None:
                 raise FaultError(
-                    f"{_kind(fault)} at {fault.at_s} s needs cards to happen to: give card settings"
+                    f"{kind_of(fault)} at {fault.at_s} s needs cards to happen to: give card"
+                    " settings"
                 )
             self._hit(fault)
 
@@ -267,6 +270,9 @@ class Injector:
         where = getattr(fault, "on", "*")
         if where == "*":
             return list(replicas)
+        if where == "?":
+            up = [replica for replica in replicas if replica.state == "up"]
+            return [up[self._dice.number(_ns(fault.at_s)) % len(up)]] if up else []
         hit = [
             replica
             for replica in replicas
@@ -278,7 +284,7 @@ class Injector:
                 f"{replica.id} {replica.spec.name} ({replica.spec.domain})" for replica in replicas
             )
             raise FaultError(
-                f"{_kind(fault)} at {fault.at_s} s is on {where!r}, and there is no such replica"
+                f"{kind_of(fault)} at {fault.at_s} s is on {where!r}, and there is no such replica"
                 f" or domain: there are {known}"
             )
         return hit
@@ -405,7 +411,8 @@ class Injector:
         self._world.retry_attempts = max(attempts, default=0)
 
 
-def _kind(fault: Fault) -> str:
+def kind_of(fault: Fault) -> str:
+    """Its name in scenario files."""
     return str(fault.__struct_config__.tag)
 
 

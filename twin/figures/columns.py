@@ -71,7 +71,8 @@ class Columns:
         self.queue_s = np.where(done, waited / NS, np.nan)
         correct = np.array(of["correct"])
         self.wrong = answered & (correct == 0)
-        useful_way = np.array([gives_what_was_asked(way, measure.useful_degraded) for way in self.why])
+        ways = measure.useful_degraded
+        useful_way = np.array([gives_what_was_asked(why, ways) for why in self.why])
         # A kept answer takes the engine's place, so what the engine said does not matter.
         right = (correct != 0) | np.array([way == "cached" for way in self.why])
         self.useful = right & (answered | (self.degraded & useful_way))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ from traces import open_trace
 from twin.answers import DrawnAnswers
 from twin.arrivals import arrivals
 from twin.clients import CallClients, Calls, ChainClients, Chains, SessionClients, Setting
+from twin.faults import kind_of
 from twin.figures.collect import Collected
 from twin.replay import rare_collections
+from twin.scenario.drill import drawn
 from twin.scenario.files import policy_of
 from twin.scenario.happenings import dated_events, schedule
 from twin.scenario.rack import rack_of
@@ -84,6 +87,7 @@ def run_setup(
     policy = build_policy(parameters)
     log = _log(out, canonical(parameters), policy.snapshot)
     collected = Collected(setup.measure, [*fleet, *standbys], fault_times(setup))
+    drilled = [] if setup.drill is None else drawn(setup.drill, setup.duration_s, seed)
     world = World(
         fleet,
         policy,
@@ -91,7 +95,7 @@ def run_setup(
         collected.chunk,
         world_settings(setup.world, run),
         standbys=standbys,
-        faults=setup.faults,
+        faults=(*setup.faults, *drilled),
         answers=None if setup.answers is None else DrawnAnswers(setup.answers, seed),
         cards=setup.cards,
         seed=seed,
@@ -108,6 +112,7 @@ def run_setup(
     log.close()
     figures = collected.figures(world, duration_ns)
     figures["clients"] = {name: client.figures() for name, client in clients.items()}
+    figures["drill"] = Counter(kind_of(fault) for fault in drilled)
     return RunResult(run, seed, figures, log.hexdigest(), time.perf_counter() - began_s)
 
 
@@ -115,7 +120,7 @@ def fault_times(setup: Setup) -> dict[str, int]:
     """When each fault strikes, in ns; of several of a kind the later ones are numbered."""
     times: dict[str, int] = {}
     for fault in sorted(setup.faults, key=lambda fault: fault.at_s):
-        kind = str(fault.__struct_config__.tag)
+        kind = kind_of(fault)
         number = sum(name.partition("-")[0] == kind for name in times) + 1
         times[kind if number == 1 else f"{kind}-{number}"] = round(fault.at_s * NS)
     return times

@@ -14,6 +14,7 @@ from twin.clients import Calls, Chains, Sessions
 from twin.clients.setting import Name  # noqa: TC001
 from twin.faults import Fault  # noqa: TC001
 from twin.figures import Measure
+from twin.scenario.drill import Drill  # noqa: TC001
 from twin.scenario.expect import Expectation  # noqa: TC001
 from twin.source import Source  # noqa: TC001
 
@@ -133,6 +134,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: PolicyChoice = msgspec.field(default_factory=PolicyChoice)
     answers: Answers | None = None
     faults: tuple[Fault, ...] = ()
+    drill: Drill | None = None
+    """Faults that the seed draws, besides."""
     events: tuple[Happening, ...] = ()
     """What the policy is told from outside: rollouts, forecasts, another policy."""
     cards: CardSettings | None = None
