@@ -110,8 +110,10 @@ class Rates(Book):
     replica meanwhile). That instant is the first step after which ``Limits.parked`` denies it;
     none is sent while it is parked. A request that is over in the step of its arrival was not let
     through. What was open when the policy was switched is not counted: it had passed, or it passes
-    by the old rule.
+    by the old rule. With room for a few keys only, they are forgotten and nothing is checked.
     """
+
+    KEYS_LEAST = 100
 
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         super().__init__(ledger, policy)
@@ -125,7 +127,7 @@ class Rates(Book):
             self._switches = self.ledger.switches
             self._passed.clear()
             self._parked.clear()
-        if limits is None:
+        if limits is None or self.ledger.parameters.limits.keys_max < self.KEYS_LEAST:
             return
         if isinstance(event, Arrived) and event.request in self.ledger.requests:
             self._parked[event.request] = None

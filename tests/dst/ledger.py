@@ -77,6 +77,8 @@ class Request:
     verify_probe: bool = False
     saving: bool = False
     looking_up: bool = False
+    found: bool = False
+    """A similar answer was kept, and is given instead."""
     outcome: Settled | None = None
     settled_ns: int = -1
 
@@ -187,6 +189,7 @@ class Ledger:
     ) -> None:  # fmt: skip
         if isinstance(event, LookedUp):
             request.looking_up = False
+            request.found = event.found
         elif isinstance(event, CheckpointSaved):
             request.saving = False
             self.checkpoints.add(event.checkpoint)

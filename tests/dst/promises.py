@@ -156,7 +156,7 @@ class ChainsKeepTime(Rule):
             return
         section = self.ledger.parameters.chains
         if (
-            event.request not in self.ledger.open
+            event.request not in self.ledger.requests
             or not section.enabled
             or min(section.chains_max, section.open_max) < self.FOLLOWED_LEAST
         ):
@@ -170,8 +170,9 @@ class ChainsKeepTime(Rule):
             chain = self._chains[key] = Chain(now_ns + budget_ns, budget_ns, keep_ns)
         elif event.resume:
             self._resume(now_ns, chain, event)
-        chain.open.add(event.request)
-        self._of[event.request] = chain
+        if event.request in self.ledger.open:
+            chain.open.add(event.request)
+            self._of[event.request] = chain
 
     def _resume(self, now_ns: int, chain: Chain, event: Arrived) -> None:
         """After its end, a chain may be resumed with a new budget; later steps are undone."""
@@ -188,8 +189,8 @@ class ChainsKeepTime(Rule):
         request = self.ledger.requests[decision.request]
         event = request.event
         chain = self._of.get(decision.request)
-        if chain is None:  # it is none, or it arrives in this very step
-            chain = self._chains.get((event.user, event.chain)) if event.chain else None
+        if chain is None and event.chain and request.arrived_ns == now_ns:  # in this very step
+            chain = self._chains.get((event.user, event.chain))
         if chain is None:
             return
         if now_ns > chain.end_ns and decision.request in self._of:

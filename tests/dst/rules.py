@@ -113,7 +113,9 @@ class OnePlace(Rule):
                 raise Broken(f"request {decision.request} waits for somebody else: {decision}")
         elif isinstance(decision, Verify | SaveCheckpoint):
             request = self.ledger.requests[decision.request]
-            if request.finished is None:
+            if request.finished is None and not (
+                request.found and isinstance(decision, SaveCheckpoint)
+            ):
                 raise Broken(f"request {decision.request} has no answer yet: {decision}")
             if request.verifying != NOWHERE or request.saving:
                 raise Broken(f"request {decision.request} waits for somebody else: {decision}")
@@ -207,8 +209,11 @@ class VerifiedElsewhere(Rule):
 class OneOfASession(Rule):
     """No two requests of a session are under way at once, and they go in order of arrival.
 
-    What was open when a switch changed the limits goes on as it was, and counts.
+    What was open when a switch changed the limits goes on as it was, and counts. Where so few
+    requests may be open that it is not followed, nothing is checked.
     """
+
+    FOLLOWED_LEAST = 1000
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger)
@@ -223,7 +228,7 @@ class OneOfASession(Rule):
         if not (limits.enabled and session) or request.tries:
             return
         most = limits.session_in_flight_most
-        if not most or decision.request in self._exempt:
+        if not most or decision.request in self._exempt or limits.open_max < self.FOLLOWED_LEAST:
             return
         earlier = [
             other
