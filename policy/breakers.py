@@ -90,8 +90,8 @@ class _Rule:
     __slots__ = (
         "by_line", "by_model", "by_version", "consecutive", "consecutive_ns", "doubtful_below",
         "failures", "index", "kind", "kinds", "name", "open_most_ns", "open_ns", "part_ns",
-        "parts_kept", "probe_wait_ns", "probes_most", "share_permille", "slides", "volume",
-        "window_ns",
+        "parts_kept", "probe_wait_ns", "probes_most", "share_permille", "slides",
+        "successes_least", "volume", "window_ns",
     )  # fmt: skip
 
     def __init__(self, index: int, rule: Rule, kind: str) -> None:
@@ -113,6 +113,7 @@ class _Rule:
         self.consecutive = rule.consecutive_least
         self.consecutive_ns = rule.consecutive_ms * NS_PER_MS
         self.probes_most = rule.probes_most
+        self.successes_least = rule.successes_least
         self.probe_wait_ns = rule.probe_wait_ms * NS_PER_MS
         self.open_ns = rule.open_ms * NS_PER_MS
         self.open_most_ns = rule.open_most_ms * NS_PER_MS
@@ -342,7 +343,7 @@ class Breakers:
                 continue
             if bad is not None:
                 breaker.succeeded += 1
-                if breaker.succeeded >= self._rules[breaker.key[0]].probes_most:
+                if breaker.succeeded >= self._rules[breaker.key[0]].successes_least:
                     moved += (self._close(now_ns, breaker, "probe"),)
                     continue
             self._wait(now_ns, breaker)

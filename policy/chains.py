@@ -75,7 +75,8 @@ class Chain(msgspec.Struct, array_like=True):
 class ChainsState(msgspec.Struct, array_like=True):
     """All chains in canonical form, times relative to now."""
 
-    chains: list[Chain]
+    chains: list[tuple[Chain, list[tuple[str, str]]]]
+    """Each without its steps, and beside it these, whose order counts: a mapping would be sorted."""
     steps: list[tuple[int, str, str, str, int]]
     """(request, user, chain, step, time until it ends its chain; or AT_REST, or SAVING)."""
 
@@ -225,7 +226,10 @@ class Chains:
         return due[0][0] if due else None
 
     def state(self, now_ns: int) -> ChainsState:
-        chains = [_moved(chain, -now_ns) for chain in self._chains.values()]
+        chains = [
+            (msgspec.structs.replace(_moved(chain, -now_ns), done={}), list(chain.done.items()))
+            for chain in self._chains.values()
+        ]
         steps: list[tuple[int, str, str, str, int]] = []
         for request, (chain, step) in sorted(self._steps.items()):
             due_ns = self._running.get(request)
@@ -237,8 +241,9 @@ class Chains:
 
     def load(self, state: ChainsState, now_ns: int) -> None:
         """Go on from a state. Only before anything else."""
-        for saved in state.chains:
+        for saved, done in state.chains:
             chain = _moved(saved, now_ns)
+            chain.done = dict(done)
             key = (chain.user, chain.name)
             self._chains[key] = chain
             self._kept.update(dict.fromkeys(_own(chain), key))

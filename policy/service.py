@@ -605,6 +605,8 @@ class Service:
                 told, self._later = self._later, []
                 self._fleet.tell(now_ns, told, decisions)
                 self._fleet.rotate(now_ns, decisions)
+            while self._tiered.stranded:
+                decisions += self._degraded(now_ns, self._tiered.stranded.pop(0))
             if self._fleet.stuck:
                 self._clear(now_ns, *self._fleet.stuck.pop(0), decisions)
                 continue

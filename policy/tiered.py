@@ -76,7 +76,7 @@ class Tiered:
         "_facts", "_latest", "_optimism", "_parameters", "_pools", "_prefills", "_queued_again",
         "_reserve_permille", "_retrying", "_sent", "_serving_embeddings", "_serving_text",
         "_shares", "_shedding", "_waits", "counting", "gone", "hosts", "jobs", "lighter_model",
-        "offered", "placer", "queued", "tags",
+        "offered", "placer", "queued", "stranded", "tags",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +94,8 @@ class Tiered:
         self.placer = Placer(parameters.placement)
         self.gone: frozenset[int] = frozenset()
         """Replicas that are up and will take no new work any more."""
+        self.stranded: list[Open] = []
+        """Requests that were to be answered by a lighter model that is no longer there."""
         self.counting = False
         """Whether ``offered`` is kept: only a fleet that can grow needs it."""
         self.offered: dict[str, tuple[int, int]] = {}
@@ -427,12 +429,18 @@ class Tiered:
     def refill(self, now_ns: int, replicas: tuple[int, ...] | list[int]) -> Decisions:
         """Something became free on these replicas: send what waits for them, in its turn."""
         decisions: Decisions = []
-        if self._queued_again:
-            # One that may not go to these may stand first now, with room for it elsewhere.
-            replicas = [
-                *replicas,
-                *(number for number in self._facts.replicas if number not in replicas),
-            ]
+        self._fill(now_ns, replicas, decisions)
+        sent = -1
+        while self._queued_again and len(decisions) > sent:
+            # One that may not go to these may stand first now, with room for it elsewhere; and
+            # behind it another that may.
+            sent = len(decisions)
+            self._fill(now_ns, list(self._facts.replicas), decisions)
+        return decisions
+
+    def _fill(
+        self, now_ns: int, replicas: tuple[int, ...] | list[int], decisions: Decisions
+    ) -> None:
         for number in replicas:
             host = self.hosts.get(number)
             if host is None or host.out or not host.replica.ready or number in self.gone:
@@ -444,7 +452,6 @@ class Tiered:
                     break
                 if not self._send_next(now_ns, pool, host, decisions):
                     spent.append(pool)
-        return decisions
 
     def _next_pool(self, number: int, spent: list[Pool]) -> Pool | None:
         """The pool with work for the replica that was served least."""
@@ -641,6 +648,13 @@ class Tiered:
         for job in queued:
             opened = self._facts.open[job.request]
             if job.lighter and not self.has_lighter(opened.event):
+                if opened.cause:  # its own model is what it is kept from
+                    job.queued = False
+                    self.queued -= 1
+                    self._queued_again -= bool(opened.tried)
+                    self.forget(opened)
+                    self.stranded.append(opened)
+                    continue
                 job.lighter = False
             hosts = self._hosts_for(opened.event, job)
             if all(host.number in opened.tried for host in hosts):

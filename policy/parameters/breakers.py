@@ -94,8 +94,17 @@ class Rule(Section, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=1,
             le=100,
-            description="Requests at a time that may try a half-open breaker; as many must succeed"
-            " to close it.",
+            description="Requests at a time that may try a half-open breaker: callers who may be"
+            " let down.",
+        ),
+    ] = 2
+    successes_least: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="Probes in a row that must succeed to close it. Where only a share of the"
+            " answers fails, it takes many to tell.",
         ),
     ] = 2
     probe_wait_ms: Annotated[
@@ -157,6 +166,10 @@ DEFAULT_RULES = (
         windows_least=3,
         share_permille=150,
         volume_least=20,
+        probes_most=4,
+        successes_least=20,  # with 15 % bad answers all of them succeed once in 26 times
+        open_ms=60_000,  # weights do not heal in seconds, and each try lets someone down
+        open_most_ms=300_000,
     ),
 )
 

@@ -131,6 +131,7 @@ def test_an_arrival_has_no_field_for_what_a_gateway_cannot_know() -> None:
     assert fields == {
         "request", "model", "endpoint", "prompt_bytes", "max_tokens", "sla", "line", "user",
         "session", "deadline_ns", "messages", "stream", "prefix", "prefix_block_bytes",
+        "chain", "step", "resume",
     }  # fmt: skip
 
 
