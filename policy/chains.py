@@ -76,7 +76,7 @@ class ChainsState(msgspec.Struct, array_like=True):
     """All chains in canonical form, times relative to now."""
 
     chains: list[tuple[Chain, list[tuple[str, str]]]]
-    """Each without its steps, and beside it these, whose order counts: a mapping would be sorted."""
+    """Each without its steps, and these beside it: their order counts, a mapping's is sorted."""
     steps: list[tuple[int, str, str, str, int]]
     """(request, user, chain, step, time until it ends its chain; or AT_REST, or SAVING)."""
 
