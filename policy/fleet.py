@@ -266,7 +266,11 @@ class Fleet:
         """Replicas on cards that have lowered their clocks, while most others have not."""
         if not self._queue.placer.throttled_out:
             return set()
-        hosts = [host for number, host in self._queue.hosts.items() if number not in gone]
+        hosts = [
+            host
+            for number, host in self._queue.hosts.items()
+            if host.replica.ready and number not in gone
+        ]
         slow = {host.number for host in hosts if host.throttled}
         if not slow:
             return slow

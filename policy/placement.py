@@ -117,14 +117,10 @@ class Placer:
                 continue
             if need is None or keys:  # without a prefix it needs the same everywhere
                 need = host.need(prompt_tokens, output_tokens, keys, job.block_tokens)
-            if host.room(need, first):
-                continue
             prefill = host.prefill_ticks(need)
             replica = host.replica
             kv_tokens = replica.kv_tokens
             step = host.decode + host.per_sequence * replica.in_flight + host.per_kv * kv_tokens
-            if host.probing:
-                return host, need, prefill, step
             if rule == "scored":
                 factor = host.factor + memory_weight * kv_tokens // host.kv_most
                 if keys:
@@ -138,9 +134,14 @@ class Placer:
                 score = replica.in_flight
             else:
                 score = _shuffled(job.request, host.number)
-            if best is None or score < least:
-                best = host, need, prefill, step
-                least = score
+            if best is not None and score >= least and not host.probing:
+                continue  # most end here, so room comes last
+            if host.room(need, first):
+                continue
+            best = host, need, prefill, step
+            if host.probing:
+                return best
+            least = score
         return best
 
     def _disliked(self, host: Host, affinity: Affinity) -> int:

@@ -167,9 +167,9 @@ DEFAULT_RULES = (
         share_permille=150,
         volume_least=20,
         probes_most=4,
-        successes_least=20,  # with 15 % bad answers all of them succeed once in 26 times
+        successes_least=25,  # with 15 % bad answers all of them succeed once in 58 times
         open_ms=60_000,  # weights do not heal in seconds, and each try lets someone down
-        open_most_ms=300_000,
+        open_most_ms=120_000,
     ),
 )
 

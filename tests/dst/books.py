@@ -198,8 +198,8 @@ class NothingStarves(Book):
     learns. ``SLACK`` covers the difference, and the work that may be saved up for a tier.
     """
 
-    SLACK = 8
-    ALWAYS_TOKENS = 200_000
+    SLACK = 20
+    ALWAYS_TOKENS = 400_000
 
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         super().__init__(ledger, policy)

@@ -261,7 +261,17 @@ class OneOfASession(Rule):
 
 
 class FleetIsAsked(Rule):
-    """Only standbys are started, and only what is idle is stopped."""
+    """Only standbys are started, and only what is idle is stopped.
+
+    After a crash no replica is up before it says so; what was to be stopped may be told at once.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._crashed = False
+
+    def before(self, now_ns: int, event: Event) -> None:
+        self._crashed = isinstance(event, Restored)
 
     def decided(self, now_ns: int, decision: Decision) -> None:
         ledger = self.ledger
@@ -271,9 +281,9 @@ class FleetIsAsked(Rule):
                 raise Broken(f"replica {decision.replica} does not stand by: {decision}")
         elif isinstance(decision, Stop | Warm | ReadProgress):
             replica = ledger.replicas.get(decision.replica)
-            if replica is None or not replica.ready:
+            if replica is None or not (replica.ready or self._crashed):
                 raise Broken(f"replica {decision.replica} is not up: {decision}")
-            if isinstance(decision, Stop) and replica.in_flight:
+            if isinstance(decision, Stop) and replica.ready and replica.in_flight:
                 some = sorted(replica.in_flight)[:5]
                 raise Broken(f"replica {decision.replica} still holds requests {some}: {decision}")
 

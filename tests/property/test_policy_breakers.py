@@ -27,7 +27,8 @@ RULES: list[dict[str, Any]] = [
     },
     {
         "name": "runs", "by": ["model", "version", "kind"], "kinds": ["http_5xx", "timeout"],
-        "consecutive_least": 2, "consecutive_ms": 1, "probes_most": 1, "probe_wait_ms": 9000,
+        "consecutive_least": 2, "consecutive_ms": 1, "probes_most": 1, "successes_least": 1,
+        "probe_wait_ms": 9000,
     },
     {
         "name": "doubt", "kinds": ["mismatch"], "low_confidence_below_permille": 300,

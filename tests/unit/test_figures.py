@@ -180,6 +180,7 @@ def test_who_was_sent_away_before_its_first_token_was_dropped() -> None:
         Row("P1", "", 0, result(**unheard | {"outcome": "shed", "why": "deadline"})),
         Row("P1", "", 0, result(**unheard | {"tries": 0, "why": "too_large"})),
         Row("P1", "", 0, result(**unheard | {"first_out_ns": 2 * S})),
+        Row("P1", "", 2 * S, result(**unheard)),
         Row("P1", "", 0, result(outcome="degraded", why="template", first_out_ns=-1)),
     ]
     assert requests(rows=rows)["all"]["dropped"] == 2

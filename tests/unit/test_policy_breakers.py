@@ -162,6 +162,18 @@ def opened(**fields: Any) -> Driven:
     return driven
 
 
+def test_many_probes_in_a_row_tell_a_share_of_failures() -> None:
+    driven = opened(probes_most=2, successes_least=5)
+    driven.wait(2 * S)
+    driven.feed([""] * 4 + ["http_5xx"])
+    assert driven.phases == ["open", "half_open", "open"]
+    driven.wait(4 * S)
+    driven.feed([""] * 4)
+    assert driven.phases[-1] == "half_open"
+    driven.feed([""])
+    assert driven.phases[-1] == "closed"
+
+
 def test_half_open_lets_a_few_in_and_closes_when_they_succeed() -> None:
     driven = opened()
     driven.wait(2 * S)
@@ -344,7 +356,8 @@ def test_a_probe_of_two_breakers_counts_for_both() -> None:
 
 
 def test_a_probe_that_is_late_for_one_breaker_still_counts_for_the_other() -> None:
-    driven = Driven(RUNS | {"probe_wait_ms": 1000}, RUNS | {"name": "patient", "probes_most": 1})
+    patient = {"name": "patient", "probes_most": 1, "successes_least": 1}
+    driven = Driven(RUNS | {"probe_wait_ms": 1000}, RUNS | patient)
     driven.feed(["http_5xx"] * 3)
     driven.wait(2 * S)
     request, _ = driven.gate()
@@ -362,7 +375,7 @@ def test_a_tick_too_early_changes_nothing() -> None:
 
 
 def test_a_request_that_tries_it_takes_one_slot_however_often_it_asks() -> None:
-    driven = opened(probes_most=1)
+    driven = opened(probes_most=1, successes_least=1)
     driven.wait(2 * S)
     request, _ = driven.gate()
     assert driven.breakers.gate(driven.now_ns, request, "m", "", "") is None

@@ -60,8 +60,6 @@ class Columns:
         answered = self.outcome == CODES["answered"]
         self.degraded = self.outcome == CODES["degraded"]
         done = answered | self.degraded
-        refused = (self.outcome == CODES["failed"]) | (self.outcome == CODES["shed"])
-        self.dropped = refused & (np.array(of["tries"]) > 0) & (first_out < 0)
         # Of an answer sent as a whole only its engine knew the first token.
         heard = np.where(first_out >= 0, first_out, np.array(of["first_ns"]))
         first = np.where(heard >= 0, heard, settled)
@@ -81,3 +79,6 @@ class Columns:
         own_s = np.array(deadline) / NS
         limit_s = np.where(own_s > 0, own_s, np.array([slo.limit_s(name) for name in sla]))
         self.good = done & (self.ttft_s <= limit_s) & (tpot_s <= slo.tpot_s)
+        refused = (self.outcome == CODES["failed"]) | (self.outcome == CODES["shed"])
+        in_time = (first_out < 0) & (self.settled_s - self.arrival_s < limit_s)
+        self.dropped = refused & in_time & (np.array(of["tries"]) > 0)

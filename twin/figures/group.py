@@ -26,7 +26,7 @@ class Group:
     ``useless``: came to nothing useful, the complement of ``useful`` without the cancelled ones.
     ``wrong``: delivered as answered, and wrong. ``slo_missed``: offered and not good, cancelled
     ones aside. ``refused``: shed or failed. ``dropped``: refused after it had been sent to a
-    replica, before its first token: another try might have saved it.
+    replica, before its first token and its deadline: another try might have saved it.
     """
 
     __slots__ = (
