@@ -30,8 +30,9 @@ FIT_SLOTS = 18
 """The last hour and a half is what candidates must fit."""
 LEVEL_MOST = 2.0
 """A day is at most twice, or half, as busy as another."""
-NOISE = 0.1
-"""Standard deviation of a slot's rate around its candidate's, as a share of it."""
+NOISE = 0.15
+"""Standard deviation of a slot's rate around the day's curve, as a share of it, beside what
+counting adds. Taken too small, a quiet night's noise seems to say which day today is like."""
 DAYS_MOST = 28
 
 
@@ -97,6 +98,8 @@ class Seasonal:
         """(value of each candidate at each horizon, weight of each candidate)."""
         now = len(rates)
         recent = rates[now - FIT_SLOTS :]
+        counts = np.maximum(self.history_.requests_per_s * self.history_.slot_s, 1.0)
+        variances = NOISE**2 + 1 / counts  # of today's slots, and of the candidate's
         centres = np.arange(len(rates)) + 0.5  # of each slot, in slots
         ahead = now + np.asarray(horizons_s) / self.history_.slot_s
         values: list[Array] = []
@@ -109,7 +112,9 @@ class Seasonal:
                 then = rates[moved - FIT_SLOTS : moved]
                 level = _level(recent, then)
                 values.append(level * np.interp(ahead + moved - now, centres, rates))
-                penalties.append(_misfit(recent, level * then) + (shift / SHIFT_SPREAD_SLOTS) ** 2)
+                variance = variances[now - FIT_SLOTS :] + variances[moved - FIT_SLOTS : moved]
+                misfit = _misfit(recent, level * then, variance)
+                penalties.append(misfit + (shift / SHIFT_SPREAD_SLOTS) ** 2)
         misfits: Array = np.asarray(penalties)
         return np.asarray(values), np.exp((misfits.min() - misfits) / 2)
 
@@ -126,10 +131,11 @@ def _level(recent: Array, then: Array) -> float:
     return min(max(float(recent.sum()) / before, 1 / LEVEL_MOST), LEVEL_MOST)
 
 
-def _misfit(recent: Array, candidate: Array) -> float:
-    """Sum of squared deviations, in standard deviations."""
+def _misfit(recent: Array, candidate: Array, variance: Array) -> float:
+    """Sum of squared deviations, in standard deviations; ``variance`` is of deviations as a share
+    of the larger one."""
     larger = np.maximum(np.maximum(recent, candidate), 1e-9)
-    return float((((recent - candidate) / (NOISE * larger)) ** 2).sum())
+    return float((((recent - candidate) / larger) ** 2 / variance).sum())
 
 
 def quantile(values: Array, weights: Array, share: float) -> Array:

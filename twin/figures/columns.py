@@ -61,7 +61,8 @@ class Columns:
         self.degraded = self.outcome == CODES["degraded"]
         done = answered | self.degraded
         # Of an answer sent as a whole only its engine knew the first token.
-        heard = np.where(first_out >= 0, first_out, np.array(of["first_ns"]))
+        engines = answered | np.array([way.startswith("model ") for way in self.why])
+        heard = np.where((first_out < 0) & engines, np.array(of["first_ns"]), first_out)
         first = np.where(heard >= 0, heard, settled)
         self.ttft_s = np.where(done, (first - arrival) / NS, np.nan)
         self.e2e_s = np.where(done, (settled - arrival) / NS, np.nan)
