@@ -198,8 +198,8 @@ class Fleet:
         host = self._queue.hosts.get(moved.replica)
         if host is not None and moved.state != "in":  # at once: the same event may send more
             health = self.health
-            takes = health is not None and health.takes(moved.replica)
-            host.out = moved.state != "probing" or not takes
+            if moved.state != "probing" or health is None or not health.takes(moved.replica):
+                host.out = True
         if moved.state not in ("ejected", "isolated") or moved.why == "backpressure":
             return
         replica = moved.replica

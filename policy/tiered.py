@@ -373,8 +373,9 @@ class Tiered:
         return Dispatch(job.request, number, NAMES[job.tier], priority, model)
 
     def _assume(self, now_ns: int, request: int, number: int, prefill_ns: int) -> None:
-        """Its first token may never be reported; by then its prefill is over for certain."""
-        heappush(self._assumed, (now_ns + 2 * prefill_ns + 50 * NS_PER_MS, request, number))
+        """Its first token is not reported if it is no stream; by then its prefill must be over. Much
+        later, and prompts wait here for engines that are through with the ones before."""
+        heappush(self._assumed, (now_ns + prefill_ns + 50 * NS_PER_MS, request, number))
 
     def _queue_or_shed(
         self, now_ns: int, opened: Open, job: Job, hosts: tuple[Host, ...]

@@ -101,7 +101,7 @@ class Replica:
     spec: ReplicaUp
     ready: bool = True
     rotation: str = "in"
-    throttled_ns: int = -1
+    throttled_ns: int | None = None
     """When its card was last read to be throttled, if it was so at the last reading."""
     in_flight: set[int] = field(default_factory=set)
     """Requests, first runs and second ones alike."""
@@ -141,7 +141,7 @@ class Ledger:
             self._learn_of_fleet(event)
         elif isinstance(event, GpuRead):
             if event.replica in self.replicas:
-                throttled_ns = now_ns - event.age_ns if event.throttled else -1
+                throttled_ns = now_ns - event.age_ns if event.throttled else None
                 self.replicas[event.replica].throttled_ns = throttled_ns
         elif isinstance(event, Restored):  # replicas tell again that they are up
             for replica in self.replicas.values():

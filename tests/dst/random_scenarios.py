@@ -7,21 +7,24 @@ a run without it. The same seed gives the same run, to the last decision.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from policy.compose import build_policy
 from policy.events import Forecasted, GpuFault, PolicySwitched, ReplicaUp, RolloutRequested
 from policy.parameters import Parameters, canonical
 from tests.dst.checker import Checker
+from tests.dst.clients import Clients
 from tests.dst.light import MS, LightFleet, S, Weather
 from tests.dst.random_parameters import random_parameters
 from tests.policy_support import up
 
 if TYPE_CHECKING:
-    from policy.decisions import Settled
-    from policy.events import Arrived
+    from collections import Counter
+    from collections.abc import Callable
+
+    from policy.contract import Policy
 
 FEATURES = (
     "bursts", "sessions", "users", "chains", "cancels", "retries", "embeddings", "prefixes",
@@ -233,24 +236,28 @@ def _detail(
     return None
 
 
+def checked(scenario: Scenario, seen: Counter[str] | None) -> tuple[Checker, Policy]:
+    """The scenario's policy, and the log that checks it."""
+    policy = build_policy(scenario.parameters)
+    every = SNAPSHOT_EVERY_STEPS if scenario.seed % FOLLOWED == 0 else 0
+    checker = Checker(
+        scenario.parameters, policy, seed=scenario.seed, snapshot_every_steps=every, seen=seen
+    )
+    return checker, policy
+
+
 class Player:
-    """Plays one scenario on a light fleet, with clients that retry and chains that go on."""
+    """Plays one scenario on a light fleet."""
 
     def __init__(self, scenario: Scenario, seen: Counter[str] | None = None) -> None:
         self.scenario = scenario
-        self.rng = random.Random(scenario.seed + 1)  # noqa: S311
-        policy = build_policy(scenario.parameters)
-        every = SNAPSHOT_EVERY_STEPS if scenario.seed % FOLLOWED == 0 else 0
-        self.checker = Checker(
-            scenario.parameters, policy, seed=scenario.seed, snapshot_every_steps=every, seen=seen
-        )
+        self.checker, policy = checked(scenario, seen)
+        rng = random.Random(scenario.seed + 1)  # noqa: S311
         self.fleet = LightFleet(
-            policy, self.checker, self.rng, self._settled, scenario.weather
-        )
-        self._attempts: dict[int, int] = {}
-        """Tries that a request's client has left."""
-        self._steps: dict[int, list[str]] = {}
-        """Steps that are still to come in the chain of a request."""
+            policy, self.checker, rng, lambda event, settled: self.clients.settled(event.request, settled),
+            scenario.weather,
+        )  # fmt: skip
+        self.clients = Clients(rng, scenario.features, self)
 
     def play(self) -> None:
         """Let the whole run happen, to its end.
@@ -258,55 +265,30 @@ class Player:
         Raises:
             Broken: the policy broke an invariant.
         """
-        fleet, scenario = self.fleet, self.scenario
+        fleet, scenario, clients = self.fleet, self.scenario, self.clients
         for spec, start_ns in scenario.standbys:
             fleet.stand_by(spec, start_ns)
         for spec in scenario.replicas:
             fleet.bring_up(spec)
         for at_ns, fields in scenario.arrivals:
-            fleet.at(at_ns, lambda fields=fields: self._offer(fields))  # type: ignore[misc]
+            fleet.at(at_ns, partial(clients.ask, fields))
         for at_ns, fields, steps in scenario.chains:
-            fleet.at(at_ns, lambda fields=fields, steps=steps: self._go_on(fields, steps))  # type: ignore[misc]
+            fleet.at(at_ns, partial(clients.go_on, fields, steps))
         for moment in scenario.moments:
-            fleet.at(moment.at_ns, lambda moment=moment: self._happen(moment))  # type: ignore[misc]
+            fleet.at(moment.at_ns, partial(self._happen, moment))
         fleet.run()
         self.checker.end(fleet.now_ns)
 
-    # Clients
+    # The clients' door
 
-    def _offer(self, fields: dict[str, Any], attempts: int | None = None) -> None:
-        rng, features, fleet = self.rng, self.scenario.features, self.fleet
-        if attempts is None:
-            attempts = rng.choice((0, 1, 3)) if "retries" in features else 0
-        self._attempts[fleet.next_request] = attempts
-        request = fleet.offer(**fields)
-        if "cancels" in features and rng.random() < 0.2:
-            patience_ns = rng.choice((0, MS, 50 * MS, S, 5 * S))
-            fleet.at(fleet.now_ns + patience_ns, lambda: fleet.cancel(request))
+    def offer(self, fields: dict[str, Any]) -> int:
+        return self.fleet.offer(**fields)
 
-    def _go_on(self, fields: dict[str, Any], steps: list[str]) -> None:
-        """A chain's next step; now and then two at once, or one that was done before."""
-        if not steps:
-            return
-        copies = 2 if self.rng.random() < 0.1 else 1
-        for copy in range(copies):
-            self._steps[self.fleet.next_request] = [] if copy else steps[1:]
-            self._offer(fields | {"step": steps[0]}, 0)
+    def cancel(self, request: int) -> None:
+        self.fleet.cancel(request)
 
-    def _settled(self, event: Arrived, settled: Settled) -> None:
-        rng, fleet = self.rng, self.fleet
-        attempts = self._attempts.pop(event.request, 0)
-        fields = {name: getattr(event, name) for name in event.__struct_fields__[1:]}
-        if settled.outcome in ("shed", "failed") and attempts:
-            wait_ns = rng.choice((0, min(settled.retry_after_ns, 3 * S)))
-            fleet.at(fleet.now_ns + wait_ns, lambda: self._offer(fields, attempts - 1))
-        steps = self._steps.pop(event.request, [])
-        if steps and settled.outcome != "cancelled":
-            if rng.random() < 0.15:
-                steps = [event.step, *steps[1:]]  # it comes again
-            fields["resume"] = settled.checkpoint
-            think_ns = rng.choice((0, 10 * MS, S, 6 * S))
-            fleet.at(fleet.now_ns + think_ns, lambda: self._go_on(fields, steps))
+    def later(self, delay_ns: int, what: Callable[[], None]) -> None:
+        self.fleet.at(self.fleet.now_ns + delay_ns, what)
 
     # What befalls the fleet
 

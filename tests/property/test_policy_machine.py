@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from policy.compose import build_policy
 from policy.events import Forecasted, GpuFault, PolicySwitched, RolloutRequested
@@ -87,6 +87,7 @@ class Machine(RuleBasedStateMachine):
         seed=st.integers(0, 1 << 20), policy=st.sampled_from(POLICIES), count=st.integers(0, 3)
     )
     def start(self, seed: int, policy: Parameters, count: int) -> None:
+        self.crashed = False
         built = build_policy(policy)
         self.checker = Checker(policy, built, seed=seed, snapshot_every_steps=25)
         rng = random.Random(seed)  # noqa: S311
@@ -162,8 +163,10 @@ class Machine(RuleBasedStateMachine):
         rates, more = (0, rate), (rate, 2 * rate)
         self.fleet.feed(Forecasted((S, 60 * S), rates, more, rates, more))
 
+    @precondition(lambda self: not self.crashed)  # else little else would ever happen
     @rule()
     def crash(self) -> None:
+        self.crashed = True
         self.fleet.crash(S)
 
     def teardown(self) -> None:

@@ -111,6 +111,21 @@ def test_a_fault_hits_a_replica_by_number_or_name_or_all_that_fails_with_it() ->
         assert downs([GpuLost(at_s=10 * US, on=where)], specs) == hit, where
 
 
+def test_a_fault_may_hit_one_of_those_that_are_up() -> None:
+    specs = fleet(4)
+    hit = set()
+    for at_us in range(10, 60):
+        faults: list[Fault] = [
+            GpuLost(at_s=1 * US, on=0), Xid(at_s=at_us * US, on="?", code=79, dies_after_s=0)
+        ]  # fmt: skip
+        first, second = downs(faults, specs)
+        assert first == 0
+        hit.add(second)
+    assert hit == {1, 2, 3}
+    nobody: list[Fault] = [GpuLost(at_s=1 * US, on="*"), GpuLost(at_s=2 * US, on="?")]
+    assert downs(nobody, specs) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("where", ["host1", "host0/card", "card0", 7, "", "host0/card0/mig0"])
 def test_a_fault_on_nothing_is_refused_with_what_there_is(where: int | str) -> None:
     with pytest.raises(FaultError, match=r"gpu_lost at 1.0 s is on .*: there are 0 h100-sxm"):

@@ -173,6 +173,14 @@ def test_requests_are_counted_by_what_became_of_them() -> None:
     assert figures["served_per_s"] == pytest.approx(7 / 3)
 
 
+def test_an_answer_sent_as_a_whole_began_when_its_engine_did() -> None:
+    rows = [
+        Row("P1", "", 0, result(first_out_ns=-1)),
+        Row("P1", "", 0, result(first_out_ns=-1, outcome="degraded", why="model lighter")),
+    ]
+    assert requests(rows=rows)["all"]["ttft_s"]["most"] == 2
+
+
 def test_who_was_sent_away_before_its_first_token_was_dropped() -> None:
     unheard = {"outcome": "failed", "why": "replica_lost", "first_out_ns": -1}
     rows = [
@@ -199,8 +207,9 @@ def test_requests_are_grouped() -> None:
 
 
 def test_spans_and_warm_up_choose_by_arrival() -> None:
+    no_token = {"first_ns": -1, "first_out_ns": -1}
     rows = [
-        Row("P0", "chat", 0, result(arrival_ns=at * S, settled_ns=(at + 5) * S, first_out_ns=-1))
+        Row("P0", "chat", 0, result(arrival_ns=at * S, settled_ns=(at + 5) * S, **no_token))
         for at in range(100)
     ]
     measure = Measure(

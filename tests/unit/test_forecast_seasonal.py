@@ -65,6 +65,22 @@ def test_before_the_rise_only_the_upper_quantile_reckons_with_an_early_one() -> 
     assert forecast.requests_p90[3] > 15_000
 
 
+def test_the_noise_of_a_quiet_night_does_not_say_which_day_it_is_like() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+
+        def noisy(rise: int) -> Rates:
+            clean = day(rise).requests_per_s * np.exp(0.08 * rng.standard_normal(SLOTS)) / 10
+            return Rates(SLOT_S, rng.poisson(clean * SLOT_S) / SLOT_S, 100 * clean)
+
+        past = noisy(NINE)
+        for rise in (NINE - 3, NINE + 2, NINE - 1, NINE + 3, NINE):
+            past = past.then(noisy(rise))
+        upper = predicted(past, noisy(NINE + 6), NINE - 3).requests_p90
+        assert upper[0] < 1300
+        assert upper[4] > 1700  # half an hour later an early day's rise is half done
+
+
 def test_it_forecasts_only_from_enough_history() -> None:
     with pytest.raises(ValueError, match="whole day"):
         Seasonal().fit(day())

@@ -13,8 +13,10 @@ from policy.events import Forecasted, PolicySwitched, RolloutRequested
 from policy.files import FileError, load_policy
 from policy.parameters import from_canonical
 from traces import TraceError, open_trace
+from twin.faults import kind_of
 from twin.fleet import FleetError
 from twin.scenario import load_scenario, parse_scenario, run_scenario, scenario_names
+from twin.scenario.drill import Drill, drawn
 from twin.scenario.expect import Expectation, figure_at, judge
 from twin.scenario.files import SETUP, policy_of
 from twin.scenario.happenings import dated_events
@@ -284,6 +286,16 @@ def test_a_figure_against_another(how: str, by_seed: tuple[float, float]) -> Non
     assert (verdict.low, verdict.high) == (min(by_seed), max(by_seed))
 
 
+def test_several_figures_are_added_up() -> None:
+    verdict = judge(claim(of=["a/x", "a/n"], against=["b/x"], **{"as": "ratio"}), FIGURES, "f")
+    rows = zip(FIGURES["a"], FIGURES["b"], strict=True)
+    assert verdict.by_seed == tuple((one["x"] + one["n"]) / two["x"] for one, two in rows)
+    assert judge(claim(of=["a/x", "a/z"], missing=0), FIGURES, "f").value == 15
+    assert not judge(claim(of=["a/x", "a/z"]), {"a": [{"x": 1, "z": None}]}, "f").holds
+    with pytest.raises(msgspec.ValidationError, match="of names no figure"):
+        claim(of=[])
+
+
 def test_the_bound_of_a_share_is_over_all_seeds_together() -> None:
     verdict = judge(claim(of="a/x", against="a/n", **{"as": "share_up95"}), FIGURES, "f")
     assert verdict.value == pytest.approx(0.1979, abs=0.0001)  # of 30 in 200
@@ -342,6 +354,23 @@ def test_a_scenario_is_the_same_every_time_and_runs_share_their_traffic(tmp_path
     assert [verdict.holds for verdict in first.verdicts] == [True, True]
     assert first.holds
     assert first.summary("b")["fleet.gpu_hours"][0] == pytest.approx(2 * 5 / 3600, rel=0.2)
+
+
+def test_a_drill_draws_its_faults_by_seed(tmp_path: Path) -> None:
+    faults = [
+        {"kind": "engine_killed", "at_s": 0.5, "on": "?", "restart_s": 1},
+        {"kind": "slow_card", "at_s": 0, "on": "?", "factor_permille": 2000, "for_s": 1},
+    ]
+    drill = msgspec.convert({"every_s": 2, "first_s": 1, "faults": faults}, Drill)
+    assert [fault.at_s for fault in drawn(drill, 1.0, 3)] == []
+    for seed in range(20):
+        found = drawn(drill, 6.0, seed)
+        assert found == drawn(drill, 6.0, seed)
+        late = [0.5 * (kind_of(fault) == "engine_killed") for fault in found]
+        assert [fault.at_s for fault in found] == [1 + late[0], 3 + late[1], 5 + late[2]]
+    assert len({str(drawn(drill, 20.0, seed)) for seed in range(5)}) == 5
+    result = run_scenario(parse(tmp_path, drill={"every_s": 2, "faults": faults}), seeds=[1])
+    assert sum(result.runs["base"][0].figures["drill"].values()) == 3
 
 
 def test_some_runs_and_seeds_only(tmp_path: Path) -> None:

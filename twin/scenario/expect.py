@@ -21,17 +21,19 @@ _WITHIN = re.compile(r"^(?P<low>-?[0-9.]+)\.\.\.?(?P<high>-?[0-9.]+)$")
 _COMPARE = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq,
 }  # fmt: skip
+Figures = str | tuple[str, ...]
 As = Literal["value", "ratio", "cut_pct", "loss_pct", "gain_points", "share_up95"]
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"how": "as"}):
     """A figure of a run, perhaps against a figure of another run with the same seed.
 
-    Figures are written ``RUN/PATH``, such as ``stable/by_class.P0.ttft_s.p99``.
+    Figures are written ``RUN/PATH``, such as ``stable/by_class.P0.ttft_s.p99``; several in a list
+    are added up.
     """
 
-    of: str
-    against: str = ""
+    of: Figures
+    against: Figures = ""
     how: As = "value"
     """``value``: as it is. ``ratio``: of / against. ``cut_pct`` and ``loss_pct``: by how many
     per cent it is less than ``against``, which is a cut of something bad or a loss of something
@@ -41,15 +43,17 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"ho
     """What counts where a run has no such figure, such as a tier that was never used."""
 
     def __post_init__(self) -> None:
+        if not _each(self.of):
+            raise ValueError("of names no figure")
         if (self.how == "value") == bool(self.against):
             need = "nothing" if self.how == "value" else "a figure"
             raise ValueError(f"as {self.how} needs {need} in against, which is {self.against!r}")
-        for figure in filter(None, (self.of, self.against)):
+        for figure in (*_each(self.of), *_each(self.against)):
             if "/" not in figure:
                 raise ValueError(f"write the figure {figure!r} as RUN/PATH")
 
     def runs(self) -> tuple[str, ...]:
-        figures = filter(None, (self.of, self.against))
+        figures = (*_each(self.of), *_each(self.against))
         return tuple(figure.partition("/")[0] for figure in figures)
 
 
@@ -118,10 +122,10 @@ def judge(
         FileError: a path that no run has, unless ``missing`` says what that means.
     """
     value = expectation.value
-    of = _column(value.of, value.missing, figures, where)
+    of = _sums(value.of, value.missing, figures, where)
     if not value.against:
         return _verdict(expectation, of)
-    against = _column(value.against, value.missing, figures, where)
+    against = _sums(value.against, value.missing, figures, where)
     if value.how == "share_up95":
         if None in of or None in against:
             return _verdict(expectation, [None])
@@ -146,6 +150,21 @@ def _compared(how: As, of: float | None, against: float | None) -> float | None:
     if not against:
         return None
     return of / against if how == "ratio" else 100 * (against - of) / against
+
+
+def _each(figures: Figures) -> tuple[str, ...]:
+    return figures if isinstance(figures, tuple) else tuple(filter(None, (figures,)))
+
+
+def _sums(
+    named: Figures,
+    missing: float | None,
+    figures: Mapping[str, Sequence[Mapping[str, Any]]],
+    where: str,
+) -> list[float | None]:
+    """By seed; None where one of them is."""
+    columns = [_column(figure, missing, figures, where) for figure in _each(named)]
+    return [None if None in row else sum(filter(None, row)) for row in zip(*columns, strict=True)]
 
 
 def _column(
