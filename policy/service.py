@@ -618,15 +618,19 @@ class Service:
                 return decisions
 
     def _clear(self, now_ns: int, replica: int, kind: str, decisions: Decisions) -> None:
-        """Take its requests off a replica that will not answer them. Streams that have begun on an
-        isolated card may still end well; on a silent one they will not."""
+        """Take its requests off a replica that will not answer them. On an isolated card streams
+        that have begun may still end well, and so may what is too late to go elsewhere; on a silent
+        one nothing will."""
+        silent = kind == "silent"
         stuck = [
             opened
             for opened in self.facts.open.values()
-            if opened.replica == replica and (kind == "silent" or opened.first_ns is None)
+            if opened.replica == replica and (silent or opened.first_ns is None)
         ]
         for opened in stuck:
-            if opened.replica == replica:  # one before it may have moved it
+            if opened.replica != replica:  # one before it may have moved it
+                continue
+            if silent or opened.stage == VERIFYING or self._tiered.may_move(now_ns, opened, kind):
                 decisions.append(Abort(opened.event.request, replica))
                 if self._health is not None:
                     self._health.gone(now_ns, opened.event.request, replica)

@@ -307,6 +307,12 @@ class Tiered:
         self._try_again(now_ns, opened, job, decisions)
         return decisions
 
+    def may_move(self, now_ns: int, opened: Open, kind: str) -> bool:
+        """Could another replica still give it a first token in time?"""
+        job = self.jobs[opened.event.request]
+        in_time = now_ns + job.prefill_ns < job.due_ns
+        return in_time and self._may_retry(now_ns, opened, job, kind)
+
     def waits_for(self, opened: Open, job: Job) -> tuple[int, ...]:
         """The replicas that could serve a queued request."""
         return self._pool(self._hosts_for(opened.event, job)).replicas
@@ -373,8 +379,8 @@ class Tiered:
         return Dispatch(job.request, number, NAMES[job.tier], priority, model)
 
     def _assume(self, now_ns: int, request: int, number: int, prefill_ns: int) -> None:
-        """Its first token is not reported if it is no stream; by then its prefill must be over. Much
-        later, and prompts wait here for engines that are through with the ones before."""
+        """Its first token is not reported if it is no stream; its prefill must be over by then.
+        Much later, and prompts wait here for engines that are through with the ones before."""
         heappush(self._assumed, (now_ns + prefill_ns + 50 * NS_PER_MS, request, number))
 
     def _queue_or_shed(

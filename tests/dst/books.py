@@ -213,9 +213,7 @@ class NothingStarves(Book):
             if replica.ready
             and replica.rotation == "in"
             and not replica.in_flight
-            and not (
-                replica.throttled_ns is not None and replica.throttled_ns >= now_ns - stale_ns
-            )
+            and not (replica.throttled_ns is not None and replica.throttled_ns >= now_ns - stale_ns)
         ]
         waiting = list(self._waiting()) if idle else []
         if waiting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from policy.decisions import BreakerMoved, Dispatch, Rotated, Verify
+from policy.decisions import BreakerMoved, Dispatch, Rotated, Settled, Verify
 from policy.events import Arrived, CheckpointSaved, Finished, PolicySwitched
 from policy.parameters import from_canonical
 from tests.dst.rules import NS_PER_MS, Broken, Decisions, Rule
@@ -106,6 +106,8 @@ class Chain:
     done: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Checkpoint of a step, and when it was safe, in order."""
     open: set[int] = field(default_factory=set)
+    told: bool = False
+    """The client knows that it is over."""
 
 
 class ChainsKeepTime(Rule):
@@ -152,8 +154,16 @@ class ChainsKeepTime(Rule):
         chain.done.setdefault(step, (event.checkpoint, now_ns))
 
     def after(self, now_ns: int, event: Event, decisions: Decisions) -> None:
-        if not isinstance(event, Arrived) or not event.chain:
-            return
+        if isinstance(event, Arrived) and event.chain:
+            self._arrive(now_ns, event)
+        for decision in decisions:
+            if isinstance(decision, Settled) and decision.why == "chain_budget":
+                arrived = self.ledger.requests[decision.request].event
+                chain = self._chains.get((arrived.user, arrived.chain))
+                if chain is not None:
+                    chain.told = True
+
+    def _arrive(self, now_ns: int, event: Arrived) -> None:
         section = self.ledger.parameters.chains
         if (
             event.request not in self.ledger.requests
@@ -177,7 +187,8 @@ class ChainsKeepTime(Rule):
     def _resume(self, now_ns: int, chain: Chain, event: Arrived) -> None:
         """After its end, a chain may be resumed with a new budget; later steps are undone."""
         steps = [step for step, (checkpoint, _) in chain.done.items() if checkpoint == event.resume]
-        if now_ns >= chain.end_ns and steps and not chain.open:
+        if chain.told and steps and not chain.open:
+            chain.told = False
             chain.end_ns = now_ns + chain.budget_ns
             names = list(chain.done)
             for step in names[names.index(steps[0]) + 1 :]:

@@ -254,9 +254,12 @@ class Player:
         self.checker, policy = checked(scenario, seen)
         rng = random.Random(scenario.seed + 1)  # noqa: S311
         self.fleet = LightFleet(
-            policy, self.checker, rng, lambda event, settled: self.clients.settled(event.request, settled),
+            policy,
+            self.checker,
+            rng,
+            lambda event, settled: self.clients.settled(event.request, settled),
             scenario.weather,
-        )  # fmt: skip
+        )
         self.clients = Clients(rng, scenario.features, self)
 
     def play(self) -> None:
@@ -351,10 +354,3 @@ class Player:
             fleet.feed(RolloutRequested(*moment.detail))
         else:
             fleet.feed(moment.detail)
-
-
-def play(seed: int, seen: Counter[str] | None = None) -> Player:
-    """Play the scenario of this seed."""
-    player = Player(random_scenario(seed), seen)
-    player.play()
-    return player

@@ -57,9 +57,7 @@ class OneOutcome(Rule):
     """Every request that arrives ends in exactly one outcome; none is lost, none told twice."""
 
     def decided(self, now_ns: int, decision: Decision) -> None:
-        if isinstance(
-            decision, Dispatch | Abort | Settled | Verify | SaveCheckpoint | LookUp
-        ):
+        if isinstance(decision, Dispatch | Abort | Settled | Verify | SaveCheckpoint | LookUp):
             request = self.ledger.requests.get(decision.request)
             if request is None:
                 raise Broken(f"request {decision.request} never arrived: {decision}")
@@ -153,9 +151,7 @@ class RetriesAreSafe(Rule):
             raise Broken(f"request {decision.request}: its stream has begun: {decision}")
         if decision.replica in request.failed_on and not decision.model:
             raise Broken(f"request {decision.request} failed there before: {decision}")
-        most = max(
-            request.parameters.retries.tries_most, self.ledger.parameters.retries.tries_most
-        )
+        most = max(request.parameters.retries.tries_most, self.ledger.parameters.retries.tries_most)
         if request.tries >= most and not decision.model:
             raise Broken(f"request {decision.request} was tried {request.tries} times: {decision}")
 

@@ -59,6 +59,9 @@ SWIFT_BREAKERS = {
         },
     ]
 }  # fmt: skip
+MECHANISMS = (
+    "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "alerts",
+)  # fmt: skip
 POLICIES: tuple[Parameters, ...] = (
     parameters(),
     parameters(
@@ -70,13 +73,7 @@ POLICIES: tuple[Parameters, ...] = (
         shedding={"enabled": False}, limits={"enabled": False}, health={"failures_most": 1},
         capacity={"loop_ms": 500, "down_window_ms": 1000}, breakers=SWIFT_BREAKERS,
     ),
-    parameters(
-        **{
-            name: {"enabled": False}
-            for name in ("limits", "breakers", "confidence", "chains", "health", "capacity",
-                         "rollout", "alerts")
-        }
-    ),
+    parameters("tiered", **{name: {"enabled": False} for name in MECHANISMS}),
 )  # fmt: skip
 
 

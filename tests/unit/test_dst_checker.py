@@ -191,7 +191,8 @@ WRONG: dict[str, tuple[str, list[Step]]] = {
     ),
     "verified on the same card": (
         "VerifiedElsewhere",
-        [(0, up(0, domain="a"), ()), (0, up(1, domain="a"), ()), sent(), (2, DONE, (Verify(0, 1),))],
+        [(0, up(0, domain="a"), ()), (0, up(1, domain="a"), ()), sent(),
+         (2, DONE, (Verify(0, 1),))],
     ),
     "two of a session": ("OneOfASession", [*UP, sent(session="s"), sent(1, session="s")]),
     "a session out of order": (
@@ -214,7 +215,7 @@ WRONG: dict[str, tuple[str, list[Step]]] = {
     ),
     "sent during a pause": (
         "PausesHold",
-        [*UP, (1, Ticked(), (Rotated(0, "probing", "backpressure", 500 * MS),)), sent(at_ns=S // 2)],
+        [*UP, (1, Ticked(), (Rotated(0, "probing", "backpressure", S),)), sent(at_ns=S)],
     ),
     "a chain past its end": (
         "ChainsKeepTime", [*UP, chain(0, 1), (9 * S, Ticked(), ())],
@@ -296,13 +297,13 @@ def test_books_that_differ_are_named() -> None:
         run([sent()], checker, end=False)
 
     play(facts(1, 9, up(0), 0))
-    with pytest.raises(Broken, match="BooksAgree.*open in one"):
+    with pytest.raises(Broken, match=r"BooksAgree.*open in one"):
         play(facts(1, 9, up(0), 0, 5))
-    with pytest.raises(Broken, match="BooksAgree.*in flight"):
+    with pytest.raises(Broken, match=r"BooksAgree.*in flight"):
         play(facts(2, 9, up(0), 0))
     low = facts(1, 9, up(0), 0)
     low.open[0].kv_tokens = 10
-    with pytest.raises(Broken, match="BooksAgree.*reserved"):
+    with pytest.raises(Broken, match=r"BooksAgree.*reserved"):
         play(low)
 
 
@@ -319,9 +320,9 @@ def test_reservations_above_the_target_are_named() -> None:
         return run(rest, checker, end=False)
 
     play(150, small)
-    with pytest.raises(Broken, match="Reservations.*153 KV tokens reserved: at most 152"):
+    with pytest.raises(Broken, match=r"Reservations.*153 KV tokens reserved: at most 152"):
         play(153, small)
-    with pytest.raises(Broken, match="Reservations.*3 in flight: at most 2"):
+    with pytest.raises(Broken, match=r"Reservations.*3 in flight: at most 2"):
         play(150, up(0, kv_blocks=11, max_num_seqs=2))
 
 

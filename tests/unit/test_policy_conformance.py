@@ -385,9 +385,7 @@ def test_a_loaded_state_goes_on_alike_with_another_clock(name: str) -> None:
         double = USES[name](made(name, section), seed)
         state = use.mechanism.state(now_ns)
         wire = msgspec.msgpack.encode(state)
-        double.mechanism.load(
-            msgspec.msgpack.decode(wire, type=type(state)), now_ns + shift_ns
-        )
+        double.mechanism.load(msgspec.msgpack.decode(wire, type=type(state)), now_ns + shift_ns)
         double.last = use.last
         use.rng, double.rng = random.Random(seed + 1), random.Random(seed + 1)  # noqa: S311
         gaps = random.Random(seed + 2)  # noqa: S311

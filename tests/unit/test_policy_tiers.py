@@ -480,6 +480,7 @@ def test_a_prefill_whose_first_token_is_never_reported_frees_its_room_in_time() 
     checked.tick()
     checked.tick()
     assert len(checked.in_flight) == 4
+    assert 160 * MS < checked.now_ns < 300 * MS, "8,000 tokens are prefilled within .2 s"
 
 
 def test_embeddings_go_to_pooling_replicas_and_text_never_does() -> None:
