@@ -229,24 +229,25 @@ class Fleet:
         """Bring hosts into line with what the mechanisms say of them."""
         facts, queue, health = self._facts, self._queue, self.health
         rollout, capacity = self.rollout, self.capacity
-        gone: set[int] = set()
+        leaving: set[int] = set()
         for number, replica in facts.replicas.items():
             isolated = health is not None and health.state_of(number) == "isolated"
             old = rollout is not None and not rollout.allowed(number)
-            leaving = capacity is not None and capacity.draining(number)
-            if isolated or old or leaving:
-                gone.add(number)
-            if (old or leaving) and not replica.in_flight:
+            surplus = capacity is not None and capacity.draining(number)
+            if isolated or old or surplus:
+                leaving.add(number)
+            if (old or surplus) and not replica.in_flight:
                 self._emptied(now_ns, number, decisions)
+        gone = frozenset(leaving)
         changed = facts.fleet_version != self._fleet_version or gone != queue.gone
         self._fleet_version = facts.fleet_version
         if changed:
-            decisions += queue.rehost(now_ns, frozenset(gone))
+            decisions += queue.rehost(now_ns, gone)
         back = self._flag_hosts(gone)
         if back and queue.queued:
             decisions += queue.refill(now_ns, back)
 
-    def _flag_hosts(self, gone: set[int]) -> list[int]:
+    def _flag_hosts(self, gone: frozenset[int]) -> list[int]:
         """Say of each host whether it takes work for the moment. Returns those that do again."""
         health = self.health
         back: list[int] = []
@@ -262,7 +263,7 @@ class Fleet:
             self._health_version = health.version
         return back
 
-    def _throttled(self, gone: set[int]) -> set[int]:
+    def _throttled(self, gone: frozenset[int]) -> set[int]:
         """Replicas on cards that have lowered their clocks, while most others have not."""
         if not self._queue.placer.throttled_out:
             return set()
@@ -408,4 +409,4 @@ class Fleet:
         if self.alerts is not None and state.alerts is not None:
             self.alerts.load(state.alerts, now_ns)
         self.looped_ns = state.looped_ns + now_ns
-        self._flag_hosts(set(self._queue.gone))
+        self._flag_hosts(self._queue.gone)
