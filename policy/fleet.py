@@ -14,7 +14,7 @@ import msgspec
 
 from policy.alerts import Alerts, AlertsState
 from policy.capacity import Capacity, CapacityState, Seen, pool_of
-from policy.decisions import BreakerMoved, Rotated, Start
+from policy.decisions import BreakerMoved, Rotated, Start, Stop
 from policy.events import (
     Forecasted,
     GpuFault,
@@ -54,6 +54,7 @@ class FleetState(msgspec.Struct, array_like=True):
     rollout: RolloutState | None
     alerts: AlertsState | None
     looped_ns: int
+    stopping: list[int]
 
 
 class Fleet:
@@ -63,8 +64,8 @@ class Fleet:
     """
 
     __slots__ = (
-        "_facts", "_fleet_version", "_health_version", "_queue", "_reserve_permille", "alerts",
-        "attention", "capacity", "health", "looped_ns", "rollout", "stuck",
+        "_facts", "_fleet_version", "_health_version", "_queue", "_reserve_permille", "_stopping",
+        "alerts", "attention", "capacity", "health", "looped_ns", "rollout", "stuck",
     )  # fmt: skip
 
     def __init__(self, parameters: Parameters, facts: Facts) -> None:
@@ -80,6 +81,8 @@ class Fleet:
         """Replicas whose requests are to be moved, and the kind of failure."""
         self.looped_ns = 0
         """When the load was last told to capacity."""
+        self._stopping: set[int] = set()
+        """Replicas that were told to stop, and are not down yet."""
         self._health_version = 0
         self._fleet_version = 0
         self._queue: Tiered
@@ -104,6 +107,7 @@ class Fleet:
             extra_permille = 1000 + capacity.turbo_extra_permille(now_ns)
             queue.reserve(min(self._reserve_permille * extra_permille // 1000, 1000))
         for host in queue.hosts.values():
+            queue.placer.fade(host, now_ns)
             if host.penalties != NO_PENALTIES or host.throttled:  # or has the reading grown stale?
                 before = host.throttled
                 queue.placer.refresh(host, now_ns)
@@ -173,6 +177,8 @@ class Fleet:
             if isinstance(decision, Rotated):
                 self.attention = True
                 self._rotated(now_ns, decision, decisions)
+            elif isinstance(decision, Stop):
+                self._stopping.add(decision.replica)
             elif isinstance(decision, BreakerMoved) and decision.state == "open":
                 figures = (("bad", decision.bad), ("total", decision.total))
                 cause = f"breaker open: {decision.why}"
@@ -234,7 +240,7 @@ class Fleet:
             isolated = health is not None and health.state_of(number) == "isolated"
             old = rollout is not None and not rollout.allowed(number)
             surplus = capacity is not None and capacity.draining(number)
-            if isolated or old or surplus:
+            if isolated or old or surplus or number in self._stopping:
                 leaving.add(number)
             if (old or surplus) and not replica.in_flight:
                 self._emptied(now_ns, number, decisions)
@@ -326,6 +332,7 @@ class Fleet:
         return decisions
 
     def _up(self, now_ns: int, event: ReplicaUp, decisions: Decisions) -> None:
+        self._stopping.discard(event.replica)
         if self.health is not None:
             self.health.up(now_ns, event)
         if self.capacity is not None:
@@ -335,6 +342,7 @@ class Fleet:
         self.attention = True
 
     def _down(self, now_ns: int, event: ReplicaDown, decisions: Decisions) -> None:
+        self._stopping.discard(event.replica)
         if self.health is not None:
             self.health.down(now_ns, event.replica)
         died = event.reason not in NO_DEATH
@@ -367,6 +375,7 @@ class Fleet:
     def take_over(self, now_ns: int, before: Fleet, fresh: set[str]) -> None:
         """Tell the mechanisms in ``fresh``, which begin anew, what is true of the fleet."""
         self.looped_ns = before.looped_ns
+        self._stopping = before._stopping
         self._fleet_version = before._fleet_version
         self.attention = True
         replicas = self._facts.replicas
@@ -396,6 +405,7 @@ class Fleet:
             None if rollout is None else rollout.state(now_ns),
             None if alerts is None else alerts.state(now_ns),
             self.looped_ns - now_ns,
+            sorted(self._stopping),
         )
 
     def load(self, state: FleetState, now_ns: int) -> None:
@@ -409,4 +419,5 @@ class Fleet:
         if self.alerts is not None and state.alerts is not None:
             self.alerts.load(state.alerts, now_ns)
         self.looped_ns = state.looped_ns + now_ns
+        self._stopping = set(state.stopping)
         self._flag_hosts(self._queue.gone)

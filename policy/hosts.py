@@ -39,10 +39,9 @@ class Host:
 
     __slots__ = (
         "decode", "factor", "free_alone", "free_mixed", "kv_most", "kv_shared", "long_most",
-        "long_tokens", "number", "out", "output_permille", "pace_ppm", "penalties", "per_kv",
-        "per_quad",
-        "per_sequence", "per_token", "prefill_most", "prefixes", "probing", "replica",
-        "sequences_most", "sequences_shared", "spec", "start_ticks", "throttled",
+        "long_tokens", "number", "out", "output_permille", "pace_ppm", "paced_ns", "penalties",
+        "per_kv", "per_quad", "per_sequence", "per_token", "prefill_most", "prefixes", "probing",
+        "replica", "sequences_most", "sequences_shared", "spec", "start_ticks", "throttled",
         "tokens_most",
     )  # fmt: skip
 
@@ -76,6 +75,8 @@ class Host:
         """Its card has lowered its clocks."""
         self.pace_ppm = 1_000_000
         """Observed over predicted time, beyond what the dimensions below explain."""
+        self.paced_ns = 0
+        """When that was last learned, or faded."""
         self.penalties: tuple[int, int, int] = (0, 0, 0)
         """How bad bandwidth, closeness and heat are, per mille."""
         self.factor = 1000

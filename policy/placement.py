@@ -65,7 +65,7 @@ class Placer:
     """Chooses, and learns from how long it took."""
 
     __slots__ = (
-        "_adapt_ppm", "_affinity", "_affinity_weight", "_least_ppm", "_mean_ppm",
+        "_adapt_ppm", "_affinity", "_affinity_weight", "_fade_ns", "_least_ppm", "_mean_ppm",
         "_memory_weight", "_most_ppm", "_rule", "_stale_ns", "_switch_weight", "_weights_ppm",
         "throttled_out",
     )  # fmt: skip
@@ -79,6 +79,7 @@ class Placer:
         self.throttled_out = section.throttled_out
         self._stale_ns = section.stale_ms * NS_PER_MS
         self._adapt_ppm = section.adapt_permille * 1000
+        self._fade_ns = section.pace_fade_ms * NS_PER_MS
         given = (
             section.bandwidth_weight_permille,
             section.closeness_weight_permille,
@@ -164,8 +165,17 @@ class Placer:
         host.penalties = (bandwidth, 1000 - host.spec.closeness_permille, heat)
         self._refactor(host)
 
-    def observe(self, host: Host, took_ns: int, predicted_ns: int) -> None:
+    def fade(self, host: Host, now_ns: int) -> None:
+        """Forget a part of a pace that has not been seen for a while."""
+        if host.pace_ppm != PPM and now_ns - host.paced_ns >= self._fade_ns:
+            host.paced_ns = now_ns
+            excess = host.pace_ppm - PPM
+            host.pace_ppm -= excess // 4 if abs(excess) > PPM // 100 else excess
+            self._refactor(host)
+
+    def observe(self, now_ns: int, host: Host, took_ns: int, predicted_ns: int) -> None:
         """A request that was to take ``predicted_ns`` there took ``took_ns``."""
+        host.paced_ns = now_ns
         adapt = self._adapt_ppm
         if not adapt or predicted_ns <= 0:
             return

@@ -669,17 +669,26 @@ class Service:
         if (old.estimates, old.history) != (new.estimates, new.history):
             reset.append("complexity")
         decisions: Decisions = [Reset(tuple(reset))] if reset else []
-        parked = list(self._parked)
-        limits_changed = old.limits != new.limits
-        if limits_changed:
+        decisions += self._admitted_anew(now_ns, waiting, old.limits != new.limits)
+        self._fleet.attention = True
+        return decisions
+
+    def _admitted_anew(self, now_ns: int, waiting: list[Open], new_limits: bool) -> Decisions:
+        """Judge what waits by other parameters."""
+        parked = list(self._parked) if new_limits else []
+        if new_limits:
             self._parked.clear()
             self._parked_due.clear()
+        decisions: Decisions = []
         for opened in waiting:
-            decisions += self._tiered.admit(now_ns, opened)
-        if limits_changed:
-            for request in parked:
-                decisions += self._limited(now_ns, facts.open[request])
-        self._fleet.attention = True
+            if not opened.cause:
+                decisions += self._tiered.admit(now_ns, opened)
+            elif self._tiered.has_lighter(opened.event):
+                decisions += self._tiered.admit(now_ns, opened, lighter=True, from_ns=now_ns)
+            else:
+                decisions += self._degraded(now_ns, opened)
+        for request in parked:
+            decisions += self._limited(now_ns, self.facts.open[request])
         return decisions
 
     def _checked_switch(self, event: PolicySwitched) -> Parameters:

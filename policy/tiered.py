@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Decisions = list["Decision"]
 
+LOST = frozenset({"silent", "replica_lost"})
+"""Failures of a replica, not of a request."""
+
 
 class HostState(msgspec.Struct, array_like=True):
     """What was sent to a replica, in canonical form."""
@@ -40,6 +43,7 @@ class HostState(msgspec.Struct, array_like=True):
     prefixes: list[tuple[int, int]]
     held_tokens: int
     pace_ppm: int
+    paced_ns: int
     penalties: tuple[int, int, int]
     factor: int
     throttled: bool
@@ -255,7 +259,7 @@ class Tiered:
             self._complexity.observe(opened.event, job.sla, usage)
         predicted_ns = job.prefill_ns + usage.output_tokens * job.step_ns
         host = self.hosts[usage.replica]
-        self.placer.observe(host, now_ns - (opened.dispatched_ns or 0), predicted_ns)
+        self.placer.observe(now_ns, host, now_ns - (opened.dispatched_ns or 0), predicted_ns)
         return job
 
     def answered(self, opened: Open, job: Job) -> None:
@@ -436,9 +440,10 @@ class Tiered:
     def refill(self, now_ns: int, replicas: tuple[int, ...] | list[int]) -> Decisions:
         """Something became free on these replicas: send what waits for them, in its turn."""
         decisions: Decisions = []
+        again = self._queued_again
         self._fill(now_ns, replicas, decisions)
         sent = -1
-        while self._queued_again and len(decisions) > sent:
+        while again and len(decisions) > sent:
             # One that may not go to these may stand first now, with room for it elsewhere; and
             # behind it another that may.
             sent = len(decisions)
@@ -514,7 +519,8 @@ class Tiered:
         retries = self._parameters.retries
         if opened.tries >= retries.tries_most or now_ns >= job.due_ns:
             return False
-        if not opened.tried:  # a request that is being retried has its place in the budget
+        # What a lost replica held is no storm, and a request being retried has its place.
+        if not opened.tried and kind not in LOST:
             budget = max(
                 retries.budget_least, len(self._facts.open) * retries.budget_permille // 1000
             )
@@ -630,7 +636,9 @@ class Tiered:
         return self.serving(self.lighter_model if job.lighter else event.model, event)
 
     def has_lighter(self, event: Arrived) -> bool:
-        return bool(self.lighter_model) and bool(self.serving(self.lighter_model, event))
+        """Is there another model than its own that could answer it?"""
+        lighter = self.lighter_model
+        return lighter not in ("", event.model) and bool(self.serving(lighter, event))
 
     def _pool(self, hosts: tuple[Host, ...]) -> Pool:
         key = tuple([host.number for host in hosts])
@@ -685,7 +693,7 @@ class Tiered:
         for host in before.hosts.values():
             host.prefixes.entries_max = self._parameters.history.prefix_entries_max
             taken = Host(host.replica, inflight, host.prefixes)
-            taken.pace_ppm = host.pace_ppm
+            taken.pace_ppm, taken.paced_ns = host.pace_ppm, host.paced_ns
             taken.out, taken.probing = host.out, host.probing
             self._add_host(taken, now_ns)
         old, new = before._parameters, self._parameters
@@ -730,7 +738,8 @@ class Tiered:
             [
                 HostState(
                     number, list(host.prefixes.entries.items()), host.prefixes.held_tokens,
-                    host.pace_ppm, host.penalties, host.factor, host.throttled,
+                    host.pace_ppm, host.paced_ns - now_ns, host.penalties, host.factor,
+                    host.throttled,
                 )
                 for number, host in sorted(self.hosts.items())
                 if number in self._facts.replicas
@@ -765,7 +774,8 @@ class Tiered:
             prefixes.held_tokens = saved.held_tokens
             known = facts.replicas[saved.replica]
             host = Host(known, parameters.inflight, prefixes)
-            host.pace_ppm, host.penalties = saved.pace_ppm, saved.penalties
+            host.pace_ppm, host.paced_ns = saved.pace_ppm, saved.paced_ns + now_ns
+            host.penalties = saved.penalties
             host.factor, host.throttled = saved.factor, saved.throttled
             host.reserve(self._reserve_permille)
             self.hosts[host.number] = host

@@ -94,6 +94,15 @@ class Placement(Section, frozen=True, forbid_unknown_fields=True):
             " weights of bandwidth, closeness and heat are corrected; 0: never.",
         ),
     ] = 20
+    pace_fade_ms: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=86_400_000,
+            description="ms without an answer from a replica after which a quarter of what was"
+            " learned of its pace is forgotten, again and again: who was slow is tried again.",
+        ),
+    ] = 15_000
     adapt_most_permille: Annotated[
         int,
         Meta(

@@ -246,21 +246,19 @@ class NothingStarves(Book):
 
     def _passes(self, number: int) -> None:
         started = self.ledger.requests[number]
-        tokens = _tokens(started)
         share = self.ledger.parameters.tiers.batch_least_permille
-        for request in self._waiting() if share else ():
+        behind = [request for request in self._waiting() if request.event.sla == "P2"]
+        if not (share and behind):
+            return
+        tokens = _tokens(started)
+        ahead = sum(_tokens(request) for request in behind)
+        most = self.ALWAYS_TOKENS + self.SLACK * ahead * 1000 // share
+        for request in behind:
             event = request.event
-            if (
-                event.sla != "P2"
-                or event.request > number
-                or event.model != started.event.model
-                or request.tried
-            ):
+            if event.request > number or event.model != started.event.model or request.tried:
                 continue
             passed = self._passed_tokens.get(event.request, 0) + tokens
             self._passed_tokens[event.request] = passed
-            ahead = sum(_tokens(other) for other in self._waiting() if other.event.sla == "P2")
-            most = self.ALWAYS_TOKENS + self.SLACK * ahead * 1000 // share
             if passed > most:
                 raise Broken(
                     f"request {event.request} (P2) has waited since {request.arrived_ns} ns while"

@@ -91,7 +91,11 @@ def random_scenario(seed: int) -> Scenario:
 
 
 def _policy(rng: random.Random, features: frozenset[str]) -> Parameters:
-    fixed: dict[str, Any] = {"tiers": {"turbo_max_tflop": 15, "stable_max_tflop": 60}}
+    # A mechanism that has no room for the fleet cannot watch it.
+    fixed: dict[str, Any] = {
+        name: {"replicas_max": 4096} for name in ("health", "capacity", "rollout")
+    }
+    fixed["tiers"] = {"turbo_max_tflop": 15, "stable_max_tflop": 60}
     if "lighter" in features:
         fixed["tiers"]["fallback_model"] = rng.choice(MODELS)
     if rng.random() < 0.3:
