@@ -400,6 +400,7 @@ class Tiered:
         tags = self.tags
         need = host.need(job.prompt_tokens, job.output_tokens, job.keys, job.block_tokens)
         job.long = need.long
+        job.again = bool(opened.tried)
         event = opened.event
         recent = self._facts.users.get(event.user) if event.user else None
         job.order_ns = tags.order_ns(job, opened.arrived_ns, recent)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TURBO, LENT, STABLE, BATCH, FALLBACK = range(5)
 TIERS = 5
-LANES = 2 * TIERS  # lane 2 x tier for short prompts, the next one for long ones
+LANES = 3 * TIERS  # lane 3 x tier for short prompts, then one for long ones, then for retries
 NAMES = ("turbo", "lent", "stable", "batch", "fallback")
 TFLOP = 10**12
 NS_PER_MS = 1_000_000
@@ -58,6 +58,8 @@ class Job(msgspec.Struct, array_like=True, gc=False):
     ahead_ns: int = 0
     """The wait that was predicted when it was queued."""
     long: bool = False
+    again: bool = False
+    """A replica failed it, so it may not go to all."""
     prefill_ns: int = 0
     """From dispatch to first token, as predicted at dispatch."""
     step_ns: int = 0
@@ -153,9 +155,10 @@ class PoolState(msgspec.Struct, array_like=True):
 
 
 class Pool:
-    """The queue in front of one set of replicas: two lanes a tier, for short and long prompts.
+    """The queue in front of one set of replicas: three lanes a tier.
 
-    A long prompt that may not start yet must not block the short ones behind it.
+    A long prompt that may not start yet must not block the short ones behind it, nor one that a
+    replica has failed those that may go there.
     """
 
     __slots__ = (
@@ -186,7 +189,7 @@ class Pool:
 
     def push(self, job: Job) -> None:
         tier = job.tier
-        lane = 2 * tier + job.long
+        lane = 3 * tier + (2 if job.again else job.long)
         heappush(self._lanes[lane], (job.order_ns, job.request))
         self.queued += 1
         self.waiting[lane] += 1
@@ -200,7 +203,7 @@ class Pool:
     def remove(self, job: Job) -> None:
         """The job waits no longer: it starts, is shed, or was cancelled."""
         tier = job.tier
-        lane = 2 * tier + job.long
+        lane = 3 * tier + (2 if job.again else job.long)
         heap = self._lanes[lane]
         if heap[0][1] == job.request:
             heappop(heap)
@@ -217,7 +220,7 @@ class Pool:
         buckets[bucket] -= job.work_ns
         if not buckets[bucket]:
             del buckets[bucket]
-        if not (self.waiting[2 * tier] or self.waiting[2 * tier + 1]):
+        if not any(self.waiting[3 * tier : 3 * tier + 3]):
             self.credit[tier] = 0
         if len(self._gone) > 64 + 2 * self.queued:
             self._compact()
@@ -230,7 +233,8 @@ class Pool:
         self.served += cost >> 20  # else it outgrows 64 bits in a snapshot
         credit, waiting = self.credit, self.waiting
         for other in (LENT, STABLE, BATCH, FALLBACK):
-            if waiting[2 * other] or waiting[2 * other + 1]:
+            lane = 3 * other
+            if waiting[lane] or waiting[lane + 1] or waiting[lane + 2]:
                 saved = credit[other] + cost * self._shares[other] // 1000
                 credit[other] = saved if saved < CREDIT_MOST else CREDIT_MOST
         credit[payer] = max(0, credit[payer] - cost)
@@ -267,17 +271,13 @@ class Pool:
                 yield job, lane, -1
 
     def _heads(self, tier: int) -> tuple[tuple[Job, int], ...]:
-        lane = 2 * tier
-        short, long = self._lanes[lane], self._lanes[lane + 1]
+        lane = 3 * tier
         jobs = self._jobs
-        if not long:
+        short, long, again = self._lanes[lane : lane + 3]
+        if not (long or again):
             return ((jobs[short[0][1]], lane),) if short else ()
-        if not short:
-            return ((jobs[long[0][1]], lane + 1),)
-        first, second = (short, lane), (long, lane + 1)
-        if long[0] < short[0]:
-            first, second = second, first
-        return (jobs[first[0][0][1]], first[1]), (jobs[second[0][0][1]], second[1])
+        heads = [(heap[0], at) for at, heap in enumerate((short, long, again), lane) if heap]
+        return tuple([(jobs[head[1]], at) for head, at in sorted(heads)])
 
     def _compact(self) -> None:
         for heap in self._lanes:
@@ -289,7 +289,7 @@ class Pool:
         """Must a new job queue behind others? Only long prompts let a short one pass."""
         waiting = self.waiting
         return any(
-            waiting[2 * before] or (long and waiting[2 * before + 1]) for before in range(tier + 1)
+            waiting[3 * before] or (long and waiting[3 * before + 1]) for before in range(tier + 1)
         )
 
     def ahead_ns(self, tier: int, order_ns: int) -> int:

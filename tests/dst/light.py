@@ -357,6 +357,8 @@ class LightFleet:
         if chance(1000) >= weather.logprobs_permille:
             return Finished(*fields)
         if chance(1000) < weather.shaky_permille:
+            if chance(2):  # doubtful: worth a second run
+                return Finished(*fields, 800 + chance(600), 2800, 80, chance(3) == 0)
             return Finished(*fields, 2500 + chance(2500), 6000, 300 + chance(700), chance(3) == 0)
         return Finished(*fields, chance(400), chance(1500), chance(60))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FEATURES = (
     "bursts", "sessions", "users", "chains", "cancels", "retries", "embeddings", "prefixes",
     "deadlines", "monsters", "standbys", "domains", "deaths", "hangs", "slow", "errors", "gpus",
-    "forecasts", "switches", "rollouts", "crashes", "lighter", "scrapes",
+    "forecasts", "switches", "rollouts", "crashes", "lighter", "scrapes", "touchy",
 )  # fmt: skip
 MODELS = ("m", "n", "o")
 STEPS = ("plan", "search", "tool", "write", "")
@@ -98,9 +98,28 @@ def _policy(rng: random.Random, features: frozenset[str]) -> Parameters:
     fixed["tiers"] = {"turbo_max_tflop": 15, "stable_max_tflop": 60}
     if "lighter" in features:
         fixed["tiers"]["fallback_model"] = rng.choice(MODELS)
+    if "touchy" in features:
+        fixed["breakers"] = {"rules": touchy_rules(rng)}
     if rng.random() < 0.3:
         fixed["shedding"] = {"queue_max": rng.choice((1, 5, 30))}
     return random_parameters(rng, **fixed)
+
+
+def touchy_rules(rng: random.Random) -> list[dict[str, Any]]:
+    """Breakers that open within seconds; the defaults judge minutes."""
+    swift = {
+        "window_ms": rng.choice((1000, 3000)), "share_permille": rng.choice((100, 400)),
+        "volume_least": rng.choice((3, 10)), "failures_least": 2,
+        "open_ms": rng.choice((50, 500)), "open_most_ms": 5000,
+        "probe_wait_ms": rng.choice((200, 3000)), "probes_most": rng.choice((1, 3)),
+    }  # fmt: skip
+    errors = ["timeout", "oom", "http_5xx", "stream_cut", "empty", "malformed", "replica_lost"]
+    by = rng.choice((["model"], ["model", "line"], ["model", "kind"], []))
+    doubt = {"name": "doubt", "kinds": ["mismatch"], "low_confidence_below_permille": 300}
+    return [
+        {"name": "errors", "by": by, "kinds": errors, **swift},
+        {**doubt, "by": rng.choice((["model"], ["line"])), **swift},
+    ]
 
 
 def _weather(rng: random.Random) -> Weather:

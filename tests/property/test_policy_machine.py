@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
 def test_machine() -> None:
     case = Machine.TestCase
     case.settings = settings(
-        max_examples=60, stateful_step_count=40, deadline=None,
+        max_examples=60, stateful_step_count=40, deadline=None, report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     case("runTest").debug()

@@ -107,6 +107,17 @@ def test_a_loaded_link_slows_what_comes_in_but_not_decoding() -> None:
     assert (seen[192_000], seen[212_000]) == (0, 500)
 
 
+def test_a_far_card_takes_prompts_in_more_slowly_but_decodes_as_fast() -> None:
+    rows = {"arrival_s": [0.0], "prompt_tokens": [60], "output_tokens": [5]}
+    _, (near,) = readings(fleet(), rows, CALM)
+    far_fleet = [replace(spec, closeness_permille=500) for spec in fleet()]
+    cards = msgspec.structs.replace(CALM, far_permille=400)
+    _, (far,) = readings(far_fleet, rows, cards)
+    assert far.scheduled_ns == near.scheduled_ns + 400  # a fifth of 2,000 of request in
+    assert far.first_ns - far.scheduled_ns == near.first_ns - near.scheduled_ns + 120
+    assert far.last_ns - far.first_ns == near.last_ns - near.first_ns
+
+
 def test_the_other_traffic_of_a_link_wanders_within_its_bounds_and_by_the_seed() -> None:
     cards = msgspec.structs.replace(CALM, pcie_most_permille=300, pcie_step_permille=40)
 

@@ -163,7 +163,7 @@ def test_a_tier_is_owed_nothing_for_the_time_when_it_did_not_wait() -> None:
     for _ in range(100):
         queue.push(TURBO)
         queue.push(STABLE)
-    while queue.pool.waiting[2 * STABLE]:
+    while queue.pool.waiting[3 * STABLE]:
         queue.serve()
     for _ in range(50):
         queue.push(TURBO)

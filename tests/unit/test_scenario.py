@@ -286,6 +286,14 @@ def test_a_figure_against_another(how: str, by_seed: tuple[float, float]) -> Non
     assert (verdict.low, verdict.high) == (min(by_seed), max(by_seed))
 
 
+def test_seconds_can_be_claimed_as_milliseconds() -> None:
+    verdict = judge(claim("<= 15000", of="a/x", **{"as": "milli"}), FIGURES, "f")
+    assert verdict.by_seed == tuple(1000 * tree["x"] for tree in FIGURES["a"])
+    assert verdict.holds
+    with pytest.raises(msgspec.ValidationError, match="as milli needs nothing in against"):
+        claim(of="a/x", against="b/x", **{"as": "milli"})
+
+
 def test_several_figures_are_added_up() -> None:
     verdict = judge(claim(of=["a/x", "a/n"], against=["b/x"], **{"as": "ratio"}), FIGURES, "f")
     rows = zip(FIGURES["a"], FIGURES["b"], strict=True)

@@ -22,7 +22,8 @@ _COMPARE = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq,
 }  # fmt: skip
 Figures = str | tuple[str, ...]
-As = Literal["value", "ratio", "cut_pct", "loss_pct", "gain_points", "share_up95"]
+As = Literal["value", "milli", "ratio", "cut_pct", "loss_pct", "gain_points", "share_up95"]
+ALONE = ("value", "milli")
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"how": "as"}):
@@ -35,18 +36,20 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"ho
     of: Figures
     against: Figures = ""
     how: As = "value"
-    """``value``: as it is. ``ratio``: of / against. ``cut_pct`` and ``loss_pct``: by how many
-    per cent it is less than ``against``, which is a cut of something bad or a loss of something
-    good. ``gain_points``: how many percentage points a share is above ``against``.
-    ``share_up95``: the upper 95 % bound of of / against, both counts, over all seeds together."""
+    """``value``: as it is. ``milli``: times 1000, so seconds as ms. ``ratio``: of / against.
+    ``cut_pct`` and ``loss_pct``: by how many per cent it is less than ``against``, which is a cut
+    of something bad or a loss of something good. ``gain_points``: how many percentage points a
+    share is above ``against``. ``share_up95``: the upper 95 % bound of of / against, both counts,
+    over all seeds together."""
     missing: float | None = None
     """What counts where a run has no such figure, such as a tier that was never used."""
 
     def __post_init__(self) -> None:
         if not _each(self.of):
             raise ValueError("of names no figure")
-        if (self.how == "value") == bool(self.against):
-            need = "nothing" if self.how == "value" else "a figure"
+        alone = self.how in ALONE
+        if alone == bool(self.against):
+            need = "nothing" if alone else "a figure"
             raise ValueError(f"as {self.how} needs {need} in against, which is {self.against!r}")
         for figure in (*_each(self.of), *_each(self.against)):
             if "/" not in figure:
@@ -124,7 +127,8 @@ def judge(
     value = expectation.value
     of = _sums(value.of, value.missing, figures, where)
     if not value.against:
-        return _verdict(expectation, of)
+        times = 1000 if value.how == "milli" else 1
+        return _verdict(expectation, [None if each is None else each * times for each in of])
     against = _sums(value.against, value.missing, figures, where)
     if value.how == "share_up95":
         if None in of or None in against:
