@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.dst.ledger import Ledger, Replica, Request
 
 S = 1_000_000_000
-PULSE_NS = 100_000_000
+PULSE_NS = 550_000_000
 """How long a policy may take to notice that a reading has become too old."""
 
 
@@ -213,7 +213,7 @@ class NothingStarves(Book):
             if replica.ready
             and replica.rotation == "in"
             and not replica.in_flight
-            and not (replica.throttled_ns is not None and replica.throttled_ns >= now_ns - stale_ns)
+            and not (replica.throttled and (replica.read_ns or 0) >= now_ns - stale_ns)
         ]
         waiting = list(self._waiting()) if idle else []
         if waiting:

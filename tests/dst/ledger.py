@@ -55,8 +55,6 @@ class Request:
 
     event: Arrived
     arrived_ns: int
-    parameters: Parameters
-    """In force when it arrived."""
     replica: int = NOWHERE
     """Where it is in flight."""
     model: str = ""
@@ -101,8 +99,9 @@ class Replica:
     spec: ReplicaUp
     ready: bool = True
     rotation: str = "in"
-    throttled_ns: int | None = None
-    """When its card was last read to be throttled, if it was so at the last reading."""
+    read_ns: int | None = None
+    """When its card was read last, and (next) whether it was throttled then."""
+    throttled: bool = False
     in_flight: set[int] = field(default_factory=set)
     """Requests, first runs and second ones alike."""
 
@@ -127,22 +126,22 @@ class Ledger:
         self.checkpoints: set[str] = set()
         """Ids of what was saved."""
         self.switches = 0
+        self.tries_most = parameters.retries.tries_most
+        """The most that was ever in force: whoever waits for another try may keep it."""
 
     # Events
 
     def learn(self, now_ns: int, event: Event) -> None:
         """Fold an event that the policy did not refuse."""
         if isinstance(event, Arrived):
-            request = Request(event, now_ns, self.parameters)
+            request = Request(event, now_ns)
             self.requests[event.request] = self.open[event.request] = request
         elif isinstance(event, PolicySwitched):
             self._switch(from_canonical(event.new))
         elif isinstance(event, ReplicaUp | ReplicaDown | Standby):
             self._learn_of_fleet(event)
         elif isinstance(event, GpuRead):
-            if event.replica in self.replicas:
-                throttled_ns = now_ns - event.age_ns if event.throttled else None
-                self.replicas[event.replica].throttled_ns = throttled_ns
+            self._learn_of_card(now_ns, event)
         elif isinstance(event, Restored):  # replicas tell again that they are up
             for replica in self.replicas.values():
                 replica.ready = False
@@ -158,6 +157,7 @@ class Ledger:
         """What is judged by other rules now is judged anew; a broken GPU stays broken."""
         old, self.parameters = self.parameters, new
         self.switches += 1
+        self.tries_most = max(self.tries_most, new.retries.tries_most)
         forgiven: set[str] = set()
         if old.health != new.health:
             acts = new.health.enabled and new.health.enforce
@@ -169,6 +169,13 @@ class Ledger:
                 replica.rotation = "in"
         if old.breakers != new.breakers:
             self.breakers.clear()
+
+    def _learn_of_card(self, now_ns: int, event: GpuRead) -> None:
+        replica = self.replicas.get(event.replica)
+        read_ns = now_ns - event.age_ns
+        if replica is not None and (replica.read_ns is None or read_ns >= replica.read_ns):
+            replica.read_ns = read_ns
+            replica.throttled = event.throttled
 
     def _learn_of_fleet(self, event: ReplicaUp | ReplicaDown | Standby) -> None:
         if isinstance(event, Standby):

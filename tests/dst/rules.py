@@ -151,8 +151,7 @@ class RetriesAreSafe(Rule):
             raise Broken(f"request {decision.request}: its stream has begun: {decision}")
         if decision.replica in request.failed_on and not decision.model:
             raise Broken(f"request {decision.request} failed there before: {decision}")
-        most = max(request.parameters.retries.tries_most, self.ledger.parameters.retries.tries_most)
-        if request.tries >= most and not decision.model:
+        if request.tries >= self.ledger.tries_most and not decision.model:
             raise Broken(f"request {decision.request} was tried {request.tries} times: {decision}")
 
 
