@@ -75,12 +75,16 @@ class Runner:
             self._drain()
 
     def tick(self) -> None:
-        """The armed timer fired. Too early (the deadline moved since): it is armed again."""
+        """A timer fired. One that was armed before an earlier one has nothing to do; too early (the
+        deadline moved since), the last one is armed again."""
+        now_ns = self._clock_ns()
+        if self._armed_ns is not None and now_ns < self._armed_ns:
+            return
         self._armed_ns = None
         deadline_ns = self._deadline_ns()
         if deadline_ns is None:
             return
-        if self._clock_ns() < deadline_ns:
+        if now_ns < deadline_ns:
             self._armed_ns = deadline_ns
             self._arm(deadline_ns)
         else:

@@ -99,6 +99,7 @@ class Replica:
     spec: ReplicaUp
     ready: bool = True
     rotation: str = "in"
+    """As it was last decided; "unclear" after a switch, until it is decided again."""
     read_ns: int | None = None
     """When its card was read last, and (next) whether it was throttled then."""
     throttled: bool = False
@@ -108,7 +109,7 @@ class Replica:
     @property
     def usable(self) -> bool:
         """It may be sent new work."""
-        return self.ready and self.rotation in ("in", "probing")
+        return self.ready and self.rotation in ("in", "probing", "unclear")
 
 
 class Ledger:
@@ -166,7 +167,7 @@ class Ledger:
             forgiven |= {"draining", "warming"}
         for replica in self.replicas.values():
             if replica.rotation in forgiven:
-                replica.rotation = "in"
+                replica.rotation = "unclear"
         if old.breakers != new.breakers:
             self.breakers.clear()
 

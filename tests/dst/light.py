@@ -143,6 +143,7 @@ class LightFleet:
         self._order = 0
         self._timers = 0
         """How many of ``_due`` are the policy's."""
+        self._armed_ns = -1
         self.runner = Runner(policy, lambda: self.now_ns, self._apply, self._arm, log)
 
     # What a run is made of
@@ -260,10 +261,12 @@ class LightFleet:
 
     def _arm(self, at_ns: int) -> None:
         self._timers += 1
+        self._armed_ns = at_ns
 
         def tick() -> None:
             self._timers -= 1
-            self.runner.tick()
+            if self._armed_ns == at_ns:  # else an earlier one took its place
+                self.runner.tick()
 
         self.at(at_ns, tick)
 

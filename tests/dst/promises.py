@@ -53,6 +53,7 @@ class BreakersHold(Rule):
                 other.event.request
                 for other in self.ledger.open.values()
                 if other.tries == 1
+                and other.model == other.event.model  # not something less, given instead
                 and other.arrived_ns > self._moved_ns[key]
                 and other.finished is None
                 and any(key == known for known, _ in self._keys(other))

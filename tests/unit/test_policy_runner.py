@@ -135,3 +135,22 @@ def test_the_clock_must_not_go_back() -> None:
     world.now_ns = 9
     with pytest.raises(ValueError, match="from 10 to 9 ns"):
         world.runner.feed(Cancelled(1))
+
+
+def test_timers_that_were_overtaken_die_out() -> None:
+    """Each is fired when its time comes: none may leave another behind."""
+    world = World()
+    for due_ns in (900, 700, 500):  # each earlier than the one before: three timers
+        world.policy.due_ns = due_ns
+        world.runner.feed(Cancelled(due_ns))
+    assert world.armed == [900, 700, 500]
+    world.now_ns = 500
+    world.policy.due_ns = 2000  # it moved later: the last timer is armed again, once
+    world.runner.tick()
+    assert world.armed[3:] == [2000]
+    for world.now_ns in (700, 900):
+        world.runner.tick()
+    assert world.armed[3:] == [2000]
+    world.now_ns = 2000
+    world.runner.tick()
+    assert world.story[-1] == ("log", 2000, Ticked(), ())
