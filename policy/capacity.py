@@ -240,7 +240,7 @@ class Capacity:
 
     def forecast(self, now_ns: int, event: Forecasted) -> None:
         """What is expected, until the next one comes."""
-        _check(event)
+        check_forecast(event)
         self._awake = True
         between = self._section.floor_quantile_permille
         rows = zip(event.horizons_ns, event.tokens_p50, event.tokens_p90, strict=True)
@@ -453,7 +453,7 @@ class Capacity:
         self._machines = {machine.replica: machine for machine in sorted(kept, key=_id)}
 
 
-def _check(event: Forecasted) -> None:
+def check_forecast(event: Forecasted) -> None:
     horizons = event.horizons_ns
     rates = (event.requests_p50, event.requests_p90, event.tokens_p50, event.tokens_p90)
     if any(len(rate) != len(horizons) for rate in rates):

@@ -452,16 +452,23 @@ class Facts:
         if known is not None and known.ready:
             raise Illegal(f"replica {event.replica} is up already")
         least = min(
-            event.kv_blocks, event.block_tokens, event.max_num_seqs, event.max_num_batched_tokens,
-            event.max_model_len, event.active_params,
+            event.kv_blocks - 1, event.block_tokens, event.max_num_seqs,
+            event.max_num_batched_tokens, event.max_model_len, event.active_params,
         )  # fmt: skip
         if event.replica < 0 or least < 1:
             raise Illegal(
                 f"replica {event.replica} ({event.name}): its id must be at least 0, and its sizes"
                 " (blocks, tokens, sequences, parameters) at least 1"
             )
-        if min(event.cost) < 0 or event.attention_flops_per_token_pair < 0:
-            raise Illegal(f"replica {event.replica} ({event.name}): costs must not be negative")
+        costs = min(
+            *event.cost, event.attention_flops_per_token_pair, event.request_in_ns,
+            event.prefill_free_tokens, event.mixed_free_tokens,
+        )  # fmt: skip
+        if costs < 0 or not 0 <= event.closeness_permille <= 1000:
+            raise Illegal(
+                f"replica {event.replica} ({event.name}): costs must not be negative, and"
+                f" closeness_permille, {event.closeness_permille}, lies within 0..1000"
+            )
         # A request larger than the pool would block the engine's queue for ever. One block is never
         # given out, and the last output token is never stored.
         tokens_most = min(event.max_model_len, (event.kv_blocks - 1) * event.block_tokens + 1)

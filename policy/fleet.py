@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policy.alerts import Alerts, AlertsState
-from policy.capacity import Capacity, CapacityState, Seen, pool_of
+from policy.capacity import Capacity, CapacityState, Seen, check_forecast, pool_of
 from policy.decisions import BreakerMoved, Rotated, Start, Stop
 from policy.events import (
     Forecasted,
@@ -306,6 +306,9 @@ class Fleet:
         Raises:
             Illegal: it cannot be; nothing was changed.
         """
+        if isinstance(event, Forecasted):
+            check_forecast(event)
+            self._queue.counting |= self.capacity is not None
         self._facts.fleet(now_ns, event)
         decisions: Decisions = []
         match event:
@@ -378,10 +381,11 @@ class Fleet:
         self._stopping = before._stopping
         self._fleet_version = before._fleet_version
         self.attention = True
-        replicas = self._facts.replicas
+        up = [known.spec for known in self._facts.replicas.values() if known.ready]
         if "health" in fresh and self.health is not None:
-            for number, replica in replicas.items():
-                self.health.up(now_ns, replica.spec)
+            for spec in up:
+                number = spec.replica
+                self.health.up(now_ns, spec)
                 if before.health is not None and before.health.state_of(number) == "isolated":
                     # A broken card stays broken: it comes back as a new ReplicaUp.
                     self.health.gpu_fault(now_ns, GpuFault(number, "ecc_uncorrectable"))
@@ -389,11 +393,15 @@ class Fleet:
             if before.capacity is not None:
                 self.capacity.adopt(before.capacity.state(now_ns), now_ns)
             else:
-                for replica in replicas.values():
-                    self.capacity.up(now_ns, replica.spec)
+                for spec in up:
+                    self.capacity.up(now_ns, spec)
+                self._queue.counting = True
         if "rollout" in fresh and self.rollout is not None:
-            for replica in replicas.values():
-                self.rollout.up(now_ns, replica.spec)
+            if before.rollout is not None:
+                self.rollout.load(before.rollout.state(now_ns), now_ns)
+            else:
+                for spec in up:
+                    self.rollout.up(now_ns, spec)
 
     # Snapshots
 

@@ -52,7 +52,7 @@ class Host:
         self.number = spec.replica
         self.sequences_most = max(1, spec.max_num_seqs * inflight.sequences_permille // 1000)
         kv_tokens = (spec.kv_blocks - 1) * spec.block_tokens
-        self.kv_most = kv_tokens * inflight.kv_permille // 1000
+        self.kv_most = max(1, kv_tokens * inflight.kv_permille // 1000)
         self.sequences_shared = self.kv_shared = 0
         self.reserve(inflight.reserve_permille)
         self.tokens_most = replica.tokens_most

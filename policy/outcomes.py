@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from policy.decisions import Settled
 
-NS_PER_S = 1_000_000_000
-
 FAILURE_HTTP = {
     "timeout": 504,
     "oom": 503,

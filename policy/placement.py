@@ -181,7 +181,7 @@ class Placer:
             return
         ratio = min(took_ns * 1000 // predicted_ns, RATIO_MOST_PERMILLE) * 1000
         mean = self._mean_ppm
-        self._mean_ppm = mean + (ratio - mean) * adapt // PPM
+        self._mean_ppm = max(1, mean + (ratio - mean) * adapt // PPM)
         relative = ratio * PPM // mean
         expected = host.factor * 1000
         error = relative - expected

@@ -36,6 +36,7 @@ from policy.events import (
     Failed,
     Finished,
     FirstToken,
+    GpuRead,
     LookedUp,
     PolicySwitched,
     ReplicaDown,
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
 
     Decisions = list[Decision]
 
-NO_PENALTIES = (0, 0, 0)
 PULSE_LEAST_NS, PULSE_MOST_NS = 50_000_000, 500_000_000
 """The mechanisms that watch are asked when something is due, but no sooner than after the first of
 these; and while work is open no later than after the second, since what happens on a request's way
@@ -166,11 +166,12 @@ class Service:
             else:
                 handler = self._handlers.get(kind)
                 decisions = (handler or self._fleet.told)(now_ns, event)
-                if self._watching:
+                if self._watching or kind is GpuRead:  # a reading grows stale
                     self._soon(now_ns)
         except Illegal as illegal:
             return (Refused(kind.__name__, str(illegal)),)
-        if self._fleet.attention or self._parked or self._tiered.gone:
+        tiered = self._tiered
+        if self._fleet.attention or self._parked or tiered.gone or tiered.stranded:
             return self._followed_up(now_ns, list(decisions))
         return decisions
 
@@ -236,6 +237,9 @@ class Service:
             due_ns = min(due_ns, opened.due_ns)
         self._parked[event.request] = due_ns
         heappush(self._parked_due, (due_ns + 1, event.request))
+        if len(self._parked_due) > 64 + 2 * len(self._parked):
+            # Most entries are of requests that went on in time: drop them.
+            self._parked_due = sorted((due + 1, request) for request, due in self._parked.items())
 
     def _passed(self, now_ns: int, opened: Open) -> Sequence[Decision]:
         """No limit holds it back."""
@@ -296,7 +300,8 @@ class Service:
             self._confidence.served(tokens)
             score = self._confidence.score(event)
         if job.lighter:
-            self._observe(now_ns, opened, "", score)
+            # Fallback's lighter model was not let through by a breaker: it says nothing of one.
+            self._observe(now_ns, opened, "" if opened.cause else "neutral", score)
             why = f"model {self._tiered.lighter_model}"
             before = opened.pending
             settled = Settled(
@@ -438,7 +443,10 @@ class Service:
     def _settled(self, now_ns: int, opened: Open, settled: Settled) -> Decisions:
         replica = opened.replica
         self._tiered.forget(opened)
-        self.facts.settle(now_ns, opened)
+        if opened.tries and settled.why not in ("cached", "template"):
+            self.facts.settle(now_ns, opened)
+        else:  # no replica did this: it is no part of how the user was served
+            self.facts.drop(opened)
         decisions: Decisions = [self._closed(now_ns, opened, settled)]
         if replica >= 0 and self._tiered.queued:
             decisions += self._tiered.refill(now_ns, (replica,))
@@ -463,7 +471,7 @@ class Service:
         if opened.gated is not None:
             if settled.outcome == "failed":
                 self._observe(now_ns, opened, settled.why, -1)
-            elif opened.served >= 0 or settled.outcome == "answered":
+            elif settled.outcome == "answered":
                 self._observe(now_ns, opened, "", settled.confidence_permille)
             else:
                 self._observe(now_ns, opened, "neutral", -1)
@@ -500,6 +508,7 @@ class Service:
         if again is not None:
             decisions += again
         elif opened.pending is not None:  # the doubtful answer before is better than none
+            self._observe(now_ns, opened, kind, -1)
             decisions += self._settled(now_ns, opened, self._lesser(opened, opened.cause))
         else:
             tier = NAMES[self._tiered.jobs[request].tier]
@@ -577,10 +586,17 @@ class Service:
 
     def _out_of_budget(self, now_ns: int, opened: Open) -> Decisions:
         """Its chain's time is over: what is there is returned."""
-        if opened.stage == SAVING and opened.pending is not None:
-            return self._settled(now_ns, opened, opened.pending)
-        settled = Settled(opened.event.request, "degraded", "", "chain_budget")
-        return self._ended(now_ns, opened, settled)
+        request = opened.event.request
+        if opened.pending is None:
+            return self._ended(now_ns, opened, Settled(request, "degraded", "", "chain_budget"))
+        decisions: Decisions = []
+        if opened.replica >= 0:
+            decisions.append(Abort(request, opened.replica))
+            if self._health is not None:
+                self._health.gone(now_ns, request, opened.replica)
+                self._fleet.attention |= self._fleet.moved()
+        settled = self._lesser(opened, "chain_budget")
+        return decisions + self._settled(now_ns, opened, settled)
 
     def _pulse(self, now_ns: int, decisions: Decisions) -> None:
         """Ask the mechanisms that watch whether something is due."""
@@ -598,6 +614,7 @@ class Service:
     def _followed_up(self, now_ns: int, decisions: Decisions) -> Decisions:
         """Carry what an event set off to its end. Each round settles, sends or rotates something,
         of which there is only so much."""
+        self.facts.now_ns = now_ns
         limits = self._limits
         while True:
             if self._fleet.attention or self._tiered.gone:
@@ -614,7 +631,8 @@ class Service:
             for request in released:
                 if self._parked.pop(request, None) is not None:
                     decisions += self._passed(now_ns, self.facts.open[request])
-            if not (released or self._fleet.attention or self._fleet.stuck):
+            fleet = self._fleet
+            if not (released or fleet.attention or fleet.stuck or self._tiered.stranded):
                 return decisions
 
     def _clear(self, now_ns: int, replica: int, kind: str, decisions: Decisions) -> None:
@@ -659,6 +677,8 @@ class Service:
             else:
                 reset.append(name)
         fresh = {name for name in after if name not in before} | set(reset)
+        if "rollout" in reset:  # its parameters are times: what is under way goes on
+            reset.remove("rollout")
         self._fleet.take_over(now_ns, fleet, fresh)
         if "limits" in fresh and self._limits is not None:
             for request, opened in facts.open.items():

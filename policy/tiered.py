@@ -99,7 +99,7 @@ class Tiered:
         self.gone: frozenset[int] = frozenset()
         """Replicas that are up and will take no new work any more."""
         self.stranded: list[Open] = []
-        """Requests that were to be answered by a lighter model that is no longer there."""
+        """Requests that a lighter model was to answer, and will not."""
         self.counting = False
         """Whether ``offered`` is kept: only a fleet that can grow needs it."""
         self.offered: dict[str, tuple[int, int]] = {}
@@ -208,14 +208,13 @@ class Tiered:
         """
         event = opened.event
         hosts = self.serving(self.lighter_model if lighter else event.model, event)
-        if not hosts:
-            return [self._unserved(now_ns, opened)]
+        if all(host.number in opened.tried for host in hosts):
+            return self._unserved(now_ns, opened)
         least_tokens = event.prompt_bytes // self._bytes_per_token_most + event.max_tokens
         if least_tokens > hosts[0].tokens_most and least_tokens > max(
             host.tokens_most for host in hosts
         ):
-            self._facts.drop(opened)
-            return [self._close(now_ns, opened, too_large(event.request))]
+            return self._refused(now_ns, opened, too_large(event.request))
         from_ns = opened.arrived_ns if from_ns is None else from_ns
         job = self._judged(from_ns, event, hosts)
         if lighter:
@@ -244,13 +243,12 @@ class Tiered:
         tokens += job.prompt_tokens + job.output_tokens
         self.offered[pool] = (tokens, before_ns + work_ns)
 
-    def first_token(self, now_ns: int, opened: Open) -> int:
-        """Learn from how long it took. Returns what was predicted, in ns from its dispatch."""
+    def first_token(self, now_ns: int, opened: Open) -> None:
+        """Learn from how long it took."""
         job = self.jobs[opened.event.request]
         if job.prefill_ns > 0:
             took_ns = now_ns - (opened.dispatched_ns or 0)
             self._prefills.add(took_ns * UNIT // job.prefill_ns, self._optimism)
-        return job.prefill_ns
 
     def finished(self, now_ns: int, opened: Open, usage: Finished) -> Job:
         """Learn from an answer; the request stays where it is in the books."""
@@ -396,7 +394,7 @@ class Tiered:
         host = hosts[0]
         if self.queued >= shedding.queue_max:
             retry_after_ns = shedding.retry_after_most_ms * NS_PER_MS
-            return [self._shed(now_ns, opened, job, "queue_full", retry_after_ns)]
+            return self._shed(now_ns, opened, job, "queue_full", retry_after_ns)
         tags = self.tags
         need = host.need(job.prompt_tokens, job.output_tokens, job.keys, job.block_tokens)
         job.long = need.long
@@ -426,7 +424,7 @@ class Tiered:
             wait_ns = self._optimistic_ns(job.ahead_ns)
             if now_ns + wait_ns > job.latest_ns:
                 late_ns = now_ns + wait_ns - job.latest_ns
-                return [self._shed(now_ns, opened, job, "deadline", late_ns)]
+                return self._shed(now_ns, opened, job, "deadline", late_ns)
             heappush(self._latest, (job.latest_ns, job.request))
         job.work_ns = host.work_ticks(need, job.prompt_tokens, job.output_tokens) // TICKS_PER_NS
         job.queued = True
@@ -535,7 +533,10 @@ class Tiered:
     def _try_again(self, now_ns: int, opened: Open, job: Job, decisions: Decisions) -> None:
         if self.tags.tier(job.sla, job.flops, job.strikes) == FALLBACK:
             job.tier = FALLBACK
-            job.lighter = self.has_lighter(opened.event)
+            job.lighter = self.has_lighter(opened.event) and any(
+                host.number not in opened.tried
+                for host in self.serving(self.lighter_model, opened.event)
+            )
         hosts = self._hosts_for(opened.event, job)
         if not self.queued:
             sent = self._send_at_once(now_ns, opened, job, hosts, opened.tried)
@@ -549,25 +550,33 @@ class Tiered:
         opened = self._facts.open[job.request]
         pool = self._pool(self._hosts_for(opened.event, job))
         wait_ns = self._optimistic_ns(pool.ahead_ns(job.tier, job.order_ns))
-        decisions.append(self._shed(now_ns, opened, job, "deadline", wait_ns))
+        decisions += self._shed(now_ns, opened, job, "deadline", wait_ns)
         return pool.replicas
 
-    def _shed(self, now_ns: int, opened: Open, job: Job, why: str, retry_after_ns: int) -> Settled:
-        self.forget(opened)
-        self._facts.drop(opened)
+    def _shed(
+        self, now_ns: int, opened: Open, job: Job, why: str, retry_after_ns: int
+    ) -> Decisions:
         shedding = self._parameters.shedding
         retry_after_ns = max(
             shedding.retry_after_least_ms * NS_PER_MS,
             min(retry_after_ns, shedding.retry_after_most_ms * NS_PER_MS),
         )
         settled = Settled(job.request, "shed", NAMES[job.tier], why, 429, retry_after_ns)
-        return self._close(now_ns, opened, settled)
+        return self._refused(now_ns, opened, settled)
 
-    def _unserved(self, now_ns: int, opened: Open, tier: str = "") -> Settled:
-        self.forget(opened)
-        self._facts.drop(opened)
+    def _unserved(self, now_ns: int, opened: Open, tier: str = "") -> Decisions:
         retry_after_ns = self._parameters.shedding.retry_after_least_ms * NS_PER_MS
-        return self._close(now_ns, opened, unserved(opened.event.request, tier, retry_after_ns))
+        return self._refused(now_ns, opened, unserved(opened.event.request, tier, retry_after_ns))
+
+    def _refused(self, now_ns: int, opened: Open, settled: Settled) -> Decisions:
+        """It will not be answered here. One that was to be answered by a lighter model has other
+        ways left, and perhaps an answer already."""
+        self.forget(opened)
+        if opened.cause:
+            self.stranded.append(opened)
+            return []
+        self._facts.drop(opened)
+        return [self._close(now_ns, opened, settled)]
 
     # Books
 
@@ -677,7 +686,7 @@ class Tiered:
                 job.queued = False
                 self.queued -= 1
                 self._queued_again -= bool(opened.tried)
-                decisions.append(self._unserved(now_ns, opened, NAMES[job.tier]))
+                decisions += self._unserved(now_ns, opened, NAMES[job.tier])
             else:
                 self._pool(hosts).push(job)
         if self.queued:
@@ -725,12 +734,12 @@ class Tiered:
         if not everyone:
             return []
         job = self.jobs.get(event.request) or self._judged(0, event, everyone)
-        return [
-            self.placer.score(
-                host, job, event.model, "out" if host.out or host.number in self.gone else ""
-            )
-            for host in everyone
-        ]
+        allowed = self.placer.required(event.model, everyone)
+        scores: list[Score] = []
+        for host in everyone:
+            out = host.out or host.number in self.gone or host not in allowed
+            scores.append(self.placer.score(host, job, event.model, "out" if out else ""))
+        return scores
 
     def state(self, now_ns: int) -> TieredState:
         return TieredState(
