@@ -179,8 +179,8 @@ class Tiered:
                 self._add_host(Host(known, inflight, PrefixTable(entries_max)), now_ns)
             elif host.spec is not known.spec:  # it came back with work in flight
                 self._add_host(Host(known, inflight, host.prefixes), now_ns)
-        for replica in [lost for lost in self.hosts if lost not in facts.replicas]:
-            del self.hosts[replica]
+        kept = [(number, host) for number, host in self.hosts.items() if number in facts.replicas]
+        self.hosts = dict(sorted(kept))  # by number, whatever order they came in
         return self._regroup(now_ns)
 
     def _add_host(self, host: Host, now_ns: int) -> None:
