@@ -14,7 +14,7 @@ import msgspec
 
 from policy.alerts import Alerts, AlertsState
 from policy.capacity import Capacity, CapacityState, Seen, check_forecast, pool_of
-from policy.decisions import BreakerMoved, Rotated, Start, Stop
+from policy.decisions import Alert, BreakerMoved, Rotated, Start, Stop
 from policy.events import (
     Forecasted,
     GpuFault,
@@ -173,6 +173,11 @@ class Fleet:
     def tell(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
         """Pass on what a mechanism decided, with what follows from it."""
         for decision in told:
+            if isinstance(decision, Alert):  # a mechanism's own: told once, like all others
+                if self.alerts is not None:
+                    told_once = msgspec.structs.astuple(decision)
+                    decisions += self.alerts.raised(now_ns, *told_once)
+                continue
             decisions.append(decision)
             if isinstance(decision, Rotated):
                 self.attention = True

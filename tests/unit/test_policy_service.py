@@ -21,6 +21,7 @@ from policy.decisions import (
     Start,
     Stop,
     Verify,
+    Warm,
 )
 from policy.events import (
     Cancelled,
@@ -37,9 +38,11 @@ from policy.events import (
     Progress,
     ReplicaDown,
     Restored,
+    RolloutRequested,
     Standby,
     Ticked,
     Verified,
+    Warmed,
 )
 from policy.parameters import canonical
 from policy.service import Service
@@ -462,3 +465,100 @@ def test_a_dispatch_goes_where_the_score_is_least() -> None:
         dispatch = checked.dispatches[-1]
         assert isinstance(dispatch, Dispatch)
         assert (dispatch.request, dispatch.replica) == (request, best.replica)
+
+
+# What must not get lost
+
+
+def test_a_new_version_takes_over_when_it_is_warm_and_not_before() -> None:
+    checked = service(1, {"models": ("m",), "version": "v1"})
+    checked.feed(Standby(5, "r5", ("m",), S))
+    decisions = checked.feed(RolloutRequested("m", "v2"))
+    assert Start(5, "v2") in decisions
+    old = checked.arrive()
+    new = up(5, models=("m",), version="v2")
+    checked.replicas[5] = new
+    assert Warm(5) in checked.feed(new)
+    assert checked.in_flight[checked.arrive()] == 0
+    checked.feed(Warmed(5, "v2"))
+    assert checked.in_flight[checked.arrive()] == 5
+    for request in [request for request, replica in checked.in_flight.items() if replica == 0]:
+        decisions = answer(checked, request)
+    assert checked.outcomes[old].outcome == "answered"
+    assert Stop(0) in decisions
+
+
+def test_a_rollout_that_cannot_be_is_told_once() -> None:
+    checked = service(1, {"models": ("m",)})
+    first = checked.feed(RolloutRequested("m", "v2"))
+    again = checked.feed(RolloutRequested("m", "v2"))
+    assert kinds(first) == ["Alert"]
+    assert again == ()
+
+
+def lighter_service(**spec: Any) -> tuple[Checked, int]:
+    """A doubted answer that the lighter model is to better; the request."""
+    checked = service(
+        1, {"models": ("m",)}, tiers={"fallback_model": "light"},
+        confidence={"actions": ["lighter"]},
+    )  # fmt: skip
+    checked.bring_up(up(1, models=("light",), **spec))
+    return checked, checked.arrive(stream=False, tokens=3000)
+
+
+def test_the_answer_at_hand_is_kept_when_the_lighter_model_fails() -> None:
+    checked, request = lighter_service()
+    answer(checked, request, **LOST)
+    assert checked.in_flight[request] == 1
+    decisions = checked.fail(request, "http_5xx")
+    assert (checked.outcomes[request].outcome, checked.outcomes[request].why) == (
+        "degraded", "low_confidence",
+    )  # fmt: skip
+    assert not any(isinstance(decision, BreakerMoved) for decision in decisions)
+
+
+def test_the_answer_at_hand_is_kept_when_the_lighter_model_cannot_take_it() -> None:
+    checked, request = lighter_service(max_model_len=100)
+    answer(checked, request, **LOST)
+    assert (checked.outcomes[request].outcome, checked.outcomes[request].why) == (
+        "degraded", "low_confidence",
+    )  # fmt: skip
+
+
+def test_an_answer_being_verified_is_returned_when_its_chains_budget_ends() -> None:
+    checked = service(
+        chains={"default": {"budget_ms": 1000}}, confidence={"budget_permille": 1000},
+        health={"enabled": False},
+    )  # fmt: skip
+    request = checked.arrive(**chain(step="plan"))
+    (verify,) = answer(checked, request, **UNSURE)
+    decided = ticks(checked, 2 * S)
+    assert Abort(request, verify.replica) in decided
+    settled = checked.outcomes[request]
+    assert (settled.outcome, settled.why) == ("degraded", "chain_budget")
+    assert settled.confidence_permille > 0
+
+
+def test_a_forecast_counts_load_though_no_standby_is_known() -> None:
+    checked = service(1)
+    before = checked.policy.snapshot()
+    (refused,) = checked.feed(Forecasted((S, S), (1, 1), (1, 1), (1, 1), (1, 1)))
+    assert isinstance(refused, Refused)
+    assert checked.policy.snapshot() == before
+    checked.feed(Forecasted((600 * S,), (9000,), (9000,), (90_000,), (90_000,)))
+    decided: list[Any] = []
+    for _ in range(20):
+        request = checked.arrive(stream=False)
+        decided += answer(checked, request)
+        decided += ticks(checked, checked.now_ns + S)
+    assert any(type(decision).__name__ == "Scaled" for decision in decided)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv_blocks": 1}, {"closeness_permille": 1001}, {"request_in_ns": -1}],
+)
+def test_a_replica_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
+    checked = service(1)
+    (refused,) = checked.feed(up(7, **changes))
+    assert isinstance(refused, Refused)
