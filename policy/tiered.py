@@ -409,7 +409,7 @@ class Tiered:
             job.ahead_ns = pool.ahead_ns(LENT, job.order_ns)
         if pool.queued:
             if not pool.blocked_for(job.tier, job.long):
-                avoid = [*pool.holds, *opened.tried]
+                avoid = [*pool.holds, *opened.tried, *self._claimed(pool, job.tier)]
                 sent = self._send_at_once(now_ns, opened, job, hosts, avoid)
                 if sent is not None:
                     pool.started(job.tier, job.flops, job.tier)
@@ -435,6 +435,14 @@ class Tiered:
         self.queued += 1
         self._queued_again += bool(opened.tried)
         return []
+
+    def _claimed(self, pool: Pool, tier: int) -> list[int]:
+        """Replicas that a request which others have failed waits for, in this tier or above."""
+        claimed: list[int] = []
+        for request in pool.again(tier):
+            tried = self._facts.open[request].tried
+            claimed += [number for number in pool.replicas if number not in tried]
+        return claimed
 
     def refill(self, now_ns: int, replicas: tuple[int, ...] | list[int]) -> Decisions:
         """Something became free on these replicas: send what waits for them, in its turn."""

@@ -292,6 +292,10 @@ class Pool:
             waiting[3 * before] or (long and waiting[3 * before + 1]) for before in range(tier + 1)
         )
 
+    def again(self, tier: int) -> list[int]:
+        """The first retry that waits in each tier down to this one."""
+        return [lane[0][1] for lane in self._lanes[2 : 3 * tier + 3 : 3] if lane]
+
     def ahead_ns(self, tier: int, order_ns: int) -> int:
         """The wait of a job queued there, if all replicas work at full speed and none comes later:
         what goes before it, or its own tier's part of it on the tier's guaranteed share."""
