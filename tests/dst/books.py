@@ -194,7 +194,8 @@ class NothingStarves(Book):
     may: for a replica that something waiting has failed on, standing idle is allowed. So it is for
     one whose card was throttled a short time ago.
 
-    Passing is counted in tokens, as a crude price: the policy prices in FLOPs, by lengths that it
+    Short prompts may pass a long one, which waits for the cap on long prompts; that it is served in
+    the end is checked when the run has been drained. Passing is counted in tokens, as a crude price: the policy prices in FLOPs, by lengths that it
     learns. ``SLACK`` covers the difference, and the work that may be saved up for a tier.
     """
 
@@ -257,6 +258,10 @@ class NothingStarves(Book):
             event = request.event
             if event.request > number or event.model != started.event.model or request.tried:
                 continue
+            if (event.endpoint == "embeddings") != (started.event.endpoint == "embeddings"):
+                continue  # other replicas serve these
+            if event.prompt_bytes // 4 >= self.ledger.parameters.inflight.long_prefill_tokens:
+                continue  # long prompts wait for the cap on them, and short ones pass
             passed = self._passed_tokens.get(event.request, 0) + tokens
             self._passed_tokens[event.request] = passed
             if passed > most:
