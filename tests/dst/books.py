@@ -195,8 +195,9 @@ class NothingStarves(Book):
     one whose card was throttled a short time ago.
 
     Short prompts may pass a long one, which waits for the cap on long prompts; that it is served in
-    the end is checked when the run has been drained. Passing is counted in tokens, as a crude price: the policy prices in FLOPs, by lengths that it
-    learns. ``SLACK`` covers the difference, and the work that may be saved up for a tier.
+    the end is checked when the run has been drained. Passing is counted in tokens, as a crude
+    price: the policy prices in FLOPs, by lengths that it learns. ``SLACK`` covers the difference,
+    and the work that may be saved up for a tier.
     """
 
     SLACK = 20
@@ -260,8 +261,8 @@ class NothingStarves(Book):
                 continue
             if (event.endpoint == "embeddings") != (started.event.endpoint == "embeddings"):
                 continue  # other replicas serve these
-            if event.prompt_bytes // 4 >= self.ledger.parameters.inflight.long_prefill_tokens:
-                continue  # long prompts wait for the cap on them, and short ones pass
+            if event.prompt_bytes // 2 >= self.ledger.parameters.inflight.long_prefill_tokens:
+                continue  # perhaps a long prompt: it waits for the cap on these, short ones pass
             passed = self._passed_tokens.get(event.request, 0) + tokens
             self._passed_tokens[event.request] = passed
             if passed > most:
