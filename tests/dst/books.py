@@ -194,7 +194,8 @@ class NothingStarves(Book):
     may: for a replica that something waiting has failed on, standing idle is allowed. So it is for
     one whose card was throttled a short time ago.
 
-    Short prompts may pass a long one, which waits for the cap on long prompts; that it is served in
+    Background work goes by deadline, so only the first of it is owed the share. Short prompts may
+    pass a long one, which waits for the cap on long prompts; that it is served in
     the end is checked when the run has been drained. Passing is counted in tokens, as a crude
     price: the policy prices in FLOPs, by lengths that it learns. ``SLACK`` covers the difference,
     and the work that may be saved up for a tier.
@@ -252,24 +253,30 @@ class NothingStarves(Book):
         behind = [request for request in self._waiting() if request.event.sla == "P2"]
         if not (share and behind):
             return
-        tokens = _tokens(started)
+        first = min(behind, key=self._order)
+        event, begun = first.event, started.event
+        if event.request > number or event.model != begun.model or first.tried:
+            return
+        if (event.endpoint == "embeddings") != (begun.endpoint == "embeddings"):
+            return  # other replicas serve these
+        if event.prompt_bytes // 2 >= self.ledger.parameters.inflight.long_prefill_tokens:
+            return  # perhaps a long prompt: it waits for the cap on these, short ones pass
         ahead = sum(_tokens(request) for request in behind)
         most = self.ALWAYS_TOKENS + self.SLACK * ahead * 1000 // share
-        for request in behind:
-            event = request.event
-            if event.request > number or event.model != started.event.model or request.tried:
-                continue
-            if (event.endpoint == "embeddings") != (started.event.endpoint == "embeddings"):
-                continue  # other replicas serve these
-            if event.prompt_bytes // 2 >= self.ledger.parameters.inflight.long_prefill_tokens:
-                continue  # perhaps a long prompt: it waits for the cap on these, short ones pass
-            passed = self._passed_tokens.get(event.request, 0) + tokens
-            self._passed_tokens[event.request] = passed
-            if passed > most:
-                raise Broken(
-                    f"request {event.request} (P2) has waited since {request.arrived_ns} ns while"
-                    f" {passed} tokens were started that came later: at most {most}"
-                )
+        passed = self._passed_tokens.get(event.request, 0) + _tokens(started)
+        self._passed_tokens[event.request] = passed
+        if passed > most:
+            raise Broken(
+                f"request {event.request} (P2) has waited since {first.arrived_ns} ns while"
+                f" {passed} tokens were started that came later: at most {most}"
+            )
+
+    def _order(self, request: Request) -> tuple[int, int]:
+        """Its place in the background tier: by deadline, but never further off than aging."""
+        parameters, event = self.ledger.parameters, request.event
+        deadline_ns = event.deadline_ns or parameters.classes.p2_deadline_ms * NS_PER_MS
+        aging_ns = parameters.tiers.aging_ms * NS_PER_MS
+        return request.arrived_ns + min(deadline_ns, aging_ns), event.request
 
 
 def _tokens(request: Request) -> int:
