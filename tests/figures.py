@@ -67,14 +67,16 @@ def markdown(folder: Path) -> str:
     rows = ["| target | figure | value | goal | |", "|---|---|---|---|---|"]
     for path in sorted(folder.glob("*.json")):
         for figure in json.loads(path.read_text(encoding="utf-8"))["figures"]:
-            if figure["name"].startswith("path_"):  # which rare paths were taken: too many to show
+            name = figure["name"]
+            # Rare paths taken, what random runs saw, side figures told in words: too many to show.
+            if name.startswith(("path_", "seen_")) or not name.replace("_", "").isalnum():
                 continue
             value = (
                 f"{figure['value']:,.4g}" if figure["value"] < 1e4 else f"{figure['value']:,.0f}"
             )
             unit = "" if figure["unit"] == "1" else f" {figure['unit']}"
             held = "holds" if figure["holds"] else "missed"
-            cells = (f"`{path.stem}`", f"`{figure['name']}`", value + unit, figure["goal"], held)
+            cells = (f"`{path.stem}`", f"`{name}`", value + unit, figure["goal"], held)
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
