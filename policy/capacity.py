@@ -92,7 +92,6 @@ class CapacityState(msgspec.Struct, array_like=True):
 
     next_loop_ns: int
     awake: bool
-    version: int
     machines: list[Machine]
     pools: list[Pool]
     points: list[tuple[int, int, int]]
@@ -106,7 +105,7 @@ class Capacity:
 
     __slots__ = (
         "_awake", "_down_ns", "_loop_ns", "_machines", "_next_loop_ns", "_peak", "_points",
-        "_pools", "_section", "version",
+        "_pools", "_section",
     )  # fmt: skip
 
     def __init__(self, section: Section) -> None:
@@ -121,8 +120,6 @@ class Capacity:
         self._pools: dict[str, Pool] = {}
         self._points: list[tuple[int, int, int]] = []
         self._peak: tuple[int, int] | None = None
-        self.version = 0
-        """Rises whenever a replica begins or ends draining."""
 
     # Replicas
 
@@ -133,7 +130,7 @@ class Capacity:
         if machine is None or machine.state in (UP, DRAINING):
             return
         self._awake = True
-        self._move(machine, STANDBY)
+        machine.state = STANDBY
         machine.start_ns = max(event.start_ns, machine.start_ns)
         machine.managed = True
 
@@ -144,7 +141,7 @@ class Capacity:
             return
         if machine.state == STARTING:
             machine.start_ns = max(machine.start_ns, now_ns - machine.started_ns)
-        self._move(machine, UP)
+        machine.state = UP
 
     def down(self, now_ns: int, replica: int) -> None:
         """A replica is gone; the next loop makes up for it if it is needed."""
@@ -155,7 +152,7 @@ class Capacity:
         or up again."""
         machine = self._machines.get(replica)
         if machine is not None:
-            self._move(machine, AWAY)
+            machine.state = AWAY
 
     def lost(self, now_ns: int, replica: int) -> Sequence[Decision]:
         """A running replica is out for good: a standby replaces it at once, unless fewer would do.
@@ -166,7 +163,7 @@ class Capacity:
         pool = self._pool(machine.pool)
         have = self._have(machine.pool)
         kept = sum(not other.managed for other in self._in(machine.pool, UP))
-        self._move(machine, AWAY)
+        machine.state = AWAY
         wanted = min(have, max(pool.desired, kept)) if pool.desired else have
         decisions = self._grow(now_ns, pool.name, wanted - self._have(pool.name))
         if not machine.managed:
@@ -178,7 +175,7 @@ class Capacity:
         """Nothing is in flight on the replica: if it is draining, it can be stopped."""
         if not self.draining(replica):
             return ()
-        self._move(self._machines[replica], AWAY)
+        self._machines[replica].state = AWAY
         return (Stop(replica),)
 
     def draining(self, replica: int) -> bool:
@@ -204,11 +201,6 @@ class Capacity:
                 del self._machines[replica]
                 return True
         return False
-
-    def _move(self, machine: Machine, state: int) -> None:
-        if DRAINING in (machine.state, state) and machine.state != state:
-            self.version += 1
-        machine.state = state
 
     def _pool(self, name: str) -> Pool:
         pool = self._pools.get(name)
@@ -386,7 +378,7 @@ class Capacity:
         """First those that were draining, then the standbys that start soonest."""
         decisions: list[Rotated | Start] = []
         for machine in self._in(pool, DRAINING)[: max(0, missing)]:
-            self._move(machine, UP)
+            machine.state = UP
             decisions.append(Rotated(machine.replica, "in", "needed"))
         standbys = sorted(self._in(pool, STANDBY), key=_soonest)
         for machine in standbys[: max(0, missing - len(decisions))]:
@@ -406,7 +398,7 @@ class Capacity:
             if len(decisions) >= spare:
                 break
             if machine.managed:
-                self._move(machine, DRAINING)
+                machine.state = DRAINING
                 decisions.append(Rotated(machine.replica, "draining", "scale_in"))
         return decisions
 
@@ -425,7 +417,6 @@ class Capacity:
         return CapacityState(
             self._next_loop_ns - now_ns,
             self._awake,
-            self.version,
             [_shifted(machine, -now_ns) for machine in self._machines.values()],
             [_moved(pool, -now_ns) for pool in self._pools.values()],
             [(when - now_ns, median, floor) for when, median, floor in self._points],
@@ -435,7 +426,6 @@ class Capacity:
     def load(self, state: CapacityState, now_ns: int) -> None:
         self._next_loop_ns = state.next_loop_ns + now_ns
         self._awake = state.awake
-        self.version = state.version
         self._machines = {machine.replica: _shifted(machine, now_ns) for machine in state.machines}
         self._pools = {pool.name: _moved(pool, now_ns) for pool in state.pools}
         self._points = [(when + now_ns, median, floor) for when, median, floor in state.points]

@@ -83,7 +83,7 @@ class Rollout:
     """At most one rollout a model; another request for it takes the place of the first."""
 
     __slots__ = (
-        "_draining", "_moves", "_new", "_section", "_standbys", "_unwanted", "_up", "version",
+        "_draining", "_moves", "_new", "_section", "_standbys", "_unwanted", "_up",
     )  # fmt: skip
 
     def __init__(self, section: Section) -> None:
@@ -95,8 +95,6 @@ class Rollout:
         self._unwanted: set[int] = set()
         """Started for a wave that failed: they must stop, once they are up."""
         self._moves: dict[str, Move] = {}
-        self.version = 0
-        """Rises whenever ``allowed`` or ``draining`` may answer otherwise than before."""
 
     # Asked
 
@@ -199,9 +197,7 @@ class Rollout:
         self._up.pop(replica, None)
         if replica in self._unwanted:
             self._unwanted.remove(replica)
-            self.version += 1
         if self._draining.pop(replica, None) is not None:
-            self.version += 1
             return self._go_on(now_ns)
         new = self._new.pop(replica, None)
         if new is None:
@@ -254,7 +250,6 @@ class Rollout:
             decisions.append(Start(replica, move.version))
         move.phase = "starting"
         move.due_ns = now_ns + self._section.start_most_ms * NS_PER_MS
-        self.version += 1
         return True
 
     def _switch(self, now_ns: int, move: Move, decisions: list[Decision]) -> None:
@@ -272,7 +267,6 @@ class Rollout:
                 self._draining[leaving] = Drain(move.model)
                 move.replaced += 1
                 decisions.append(Rotated(leaving, "draining", why))
-        self.version += 1
         self._wait(now_ns, move)
         decisions += self._go_on(now_ns)
 
@@ -315,14 +309,12 @@ class Rollout:
                 decisions.append(Stop(replica))
             elif started:
                 self._unwanted.add(replica)
-        self.version += 1
 
     def _back(self, model: str, version: str, decisions: list[Decision]) -> None:
         """What was being drained and has the version that is wanted now comes back."""
         for replica, drain in list(self._draining.items()):
             if drain.model == model and not drain.stopped and self._up[replica].version == version:
                 del self._draining[replica]
-                self.version += 1
                 decisions.append(Rotated(replica, "in", f"rollout of {version}"))
 
     def _old(self, model: str, version: str) -> list[int]:
@@ -355,7 +347,6 @@ class Rollout:
         self._draining = dict(state.draining)
         self._unwanted = set(state.unwanted)
         self._moves = {move.model: _shifted(move, now_ns) for move in state.moves}
-        self.version += 1
 
     def size(self) -> int:
         tables = (self._up, self._standbys, self._new, self._draining, self._unwanted, self._moves)

@@ -49,12 +49,10 @@ def test_with_a_standby_each_all_new_requests_switch_at_one_instant() -> None:
     assert request(rollout) == [Start(2, "v2"), Start(3, "v2")]
     assert bring_up(rollout, 2) == []
     assert (rollout.allowed(0), rollout.allowed(2)) == (True, False)
-    before = rollout.version
     assert bring_up(rollout, 3) == [
         Rotated(2, "in", WHY), Rotated(0, "draining", WHY),
         Rotated(3, "in", WHY), Rotated(1, "draining", WHY),
     ]  # fmt: skip
-    assert rollout.version > before
     assert [rollout.allowed(replica) for replica in range(4)] == [
         False, False, True, True,
     ]  # fmt: skip
