@@ -748,6 +748,14 @@ class Service:
         """How the replicas that serve the event's model look to it now."""
         return self._tiered.scores(event)
 
+    def waiting(self) -> dict[str, int]:
+        """Requests that wait here, by tier; ``held``: those that a limit keeps back."""
+        counts = dict.fromkeys(NAMES, 0)
+        for job in self._tiered.jobs.values():
+            if job.queued:
+                counts[NAMES[job.tier]] += 1
+        return {**counts, "held": len(self._parked)}
+
     def snapshot(self) -> bytes:
         now_ns = self.facts.now_ns
         limits, breakers = self._limits, self._breakers

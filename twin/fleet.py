@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from policy.announce import Sizes, announce
 from policy.cost import StepCost, kv_blocks
-from policy.events import ReplicaUp
 from policy.files import load_gpus, load_models, load_profile
 from twin.engine import EngineSettings
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from policy.cost import Gpu, ModelShape, Profile
+    from policy.events import ReplicaUp
 
 
 NS = 1_000_000_000
@@ -82,36 +83,23 @@ class ReplicaSpec:
 
     def up(self, version: str | None = None) -> ReplicaUp:
         """What the policy is told about it; ``version`` is what it has loaded, its own if None."""
-        cost = self.cost
-        return ReplicaUp(
-            replica=self.id,
-            name=self.name,
+        settings = self.settings
+        sizes = Sizes(
+            settings.kv_blocks,
+            settings.block_tokens,
+            settings.max_num_seqs,
+            settings.max_num_batched_tokens,
+            settings.max_model_len,
+        )
+        return announce(
+            self.id, self.name, self.profile, self.model, self.cost, sizes,
             models=self.serves,
-            pooling=self.profile.task == "pooling",
-            kv_blocks=self.settings.kv_blocks,
-            block_tokens=self.settings.block_tokens,
-            max_num_seqs=self.settings.max_num_seqs,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            max_model_len=self.settings.max_model_len,
-            cost=(
-                cost.decode_fixed,
-                cost.prefill_fixed,
-                cost.per_sequence,
-                cost.per_kv_token,
-                cost.per_prefill_token,
-                cost.per_prefill_quad,
-            ),
-            active_params=self.model.active_parameters,
-            attention_flops_per_token_pair=self.model.flops_per_token_pair,
-            request_in_ns=round(self.profile.overheads.request_in_ns.value),
-            prefill_free_tokens=cost.prefill_free_tokens,
-            mixed_free_tokens=cost.mixed_free_tokens,
             version=self.version if version is None else version,
             domain=self.domain,
             labels=self.labels,
             closeness_permille=self.closeness_permille,
             memory_mb=self.memory_mb,
-        )
+        )  # fmt: skip
 
 
 def fleet_of(

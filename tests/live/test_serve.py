@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-import time
-import urllib.request
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.live.server import vllm_server
-from tests.live.vllm_env.ensure import environment, tiny_model
+from tests.controller.processes import http
+
+if TYPE_CHECKING:
+    from tests.live.server import Vllm
 
 pytestmark = pytest.mark.live
 
 
-def test_a_real_server_answers_one_completion() -> None:
-    tiny_model(environment())  # made beforehand, so that the start-up alone is timed
-    started = time.monotonic()
-    with vllm_server() as url:
-        print(f"vllm serve was healthy after {time.monotonic() - started:.1f} s")
-        body = {"model": "tiny", "prompt": "def main():", "max_tokens": 8, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{url}/v1/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert answer.status == 200
-            completion = json.load(answer)
+def test_a_real_server_answers_one_completion(vllm: list[Vllm]) -> None:
+    body = {"model": "tiny", "prompt": "def main():", "max_tokens": 8, "ignore_eos": True}
+    status, answer = http("POST", f"{vllm[0].url}/v1/completions", body)
+    assert status == 200
+    completion = json.loads(answer)
     assert completion["choices"][0]["finish_reason"] == "length"
     assert completion["choices"][0]["text"]
     assert completion["usage"]["completion_tokens"] == 8

@@ -31,7 +31,7 @@ from twin.engine.steptime import TICK_BITS, span_ticks, steps_to_reach
 from twin.engine.waiting import FcfsQueue, PriorityQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from twin.engine.blocks import Hit
     from twin.engine.sequence import EngineSettings, Sequence
@@ -43,6 +43,19 @@ ORDER_MASK = (1 << ORDER_BITS) - 1
 
 def _by_order(seq: Sequence) -> int:
     return seq.order
+
+
+def _outputs_after(seq: Sequence, step: int) -> int:
+    """Output tokens of ``seq`` when ``step`` has ended."""
+    if seq.state in (INBOX, WAITING, PREFILL):
+        return seq.replayed
+    if seq.state == DONE:
+        return seq.outputs
+    kept = seq.prefilled - seq.prompt_tokens
+    if kept + 1 == seq.outputs:  # the last one comes with the prefill
+        return kept
+    computed = step + 1 - seq.offset
+    return min(max(kept, computed - seq.prompt_tokens + 1), seq.outputs)
 
 
 class EngineError(RuntimeError):
@@ -304,6 +317,24 @@ class Engine:
             tokens += self._batch * taken
             ticks += span_ticks(taken, self._first_ticks, self._growth_ticks)
         return Totals(self.steps + taken, tokens, ticks)
+
+    def outputs_at(self, seqs: Iterable[Sequence], now_ns: int) -> list[int]:
+        """Output tokens of each of ``seqs`` once the steps that end by ``now_ns`` have ended.
+
+        ``now_ns`` is not before the last ``wake``. Nothing changes. A token that was in flight when
+        its sequence was preempted counts as there, and one left out of a step (priority only) may
+        count one too few until the step after it has ended.
+        """
+        limit = (now_ns + 1) << TICK_BITS
+        ended = self._step - 1
+        if self._end_ticks < limit:
+            if self._mode == SPAN and self._batch:
+                left = limit - self._end_ticks
+                passed = steps_to_reach(left, self._first_ticks, self._growth_ticks) - 1
+                ended += min(passed, self._span)
+        else:
+            ended -= 1 if self._decide_ticks < limit else 1 + self._lag
+        return [_outputs_after(seq, ended) for seq in seqs]
 
     def wake(self, now_ns: int) -> None:
         """Take the decision that is due at ``now_ns`` (= ``next_wake_ns``)."""

@@ -1,0 +1,106 @@
+"""What a controller is started with. Nothing here changes while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One vLLM server (or anything that speaks its API), and what it does not say of itself."""
+
+    url: str
+    """Such as ``http://10.0.0.7:8000``; no path."""
+    profile: str = ""
+    """Name or path of its step-time profile; empty: found by the model that it serves."""
+    domain: str = ""
+    """What fails together, such as ``host0/card3``; empty: the server alone."""
+    labels: tuple[str, ...] = ()
+    version: str = ""
+    """Of its model; empty: as the server says."""
+    max_num_seqs: int = 0
+    """0: the profile's; so for the next."""
+    max_num_batched_tokens: int = 0
+
+
+class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What edits a request or an answer. With all of them off, bytes pass exactly as they are."""
+
+    usage: bool = True
+    """Ask streams for ``usage`` (token counts and the engine's times) and take the event out again
+    if the caller did not ask for it."""
+    extras: bool = True
+    """Put a ``twinkeel`` object into answers, into the last event of a stream."""
+    confidence: bool = False
+    """Ask for logprobs, which the score needs, and take them out again."""
+    logprobs: Annotated[int, Meta(ge=2, le=20)] = 5
+    """Candidates asked for with ``confidence``."""
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds on what callers may send, and on how slowly."""
+
+    body_bytes_most: int = 8 * 1024 * 1024
+    header_bytes_most: int = 16 * 1024
+    """Of one header line."""
+    body_s_most: Seconds = 30.0
+    """Until the whole body has to be there."""
+    idle_s_most: Seconds = 75.0
+    """A kept connection without a request."""
+    unread_s_most: Seconds = 60.0
+    """A caller that takes nothing of a stream for that long is let go."""
+    open_most: int = 50_000
+    """Requests open at once; more get 503."""
+    comment_s: Seconds = 15.0
+    """Silence in a stream after which a comment keeps the connection open."""
+    call_s_most: Seconds = 600.0
+    """When a call to a replica is given up."""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A controller."""
+
+    upstreams: tuple[Upstream, ...]
+    policy: str = "stable"
+    """Name of a preset, or path of a policy file."""
+    observe: bool = False
+    """Pass everything on, and only decide in shadow."""
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    admin_host: str = "127.0.0.1"
+    admin_port: Port = 8081
+    admin_token: str = ""
+    """Empty: one is made and kept in the data folder, readable by its owner only."""
+    data: str = "build/controller"
+    """Folder of the decision log, the trace and the database."""
+    features: Features = Features()
+    limits: Limits = Limits()
+    keys: str = ""
+    """File of hashed API keys; empty: callers need none."""
+    otlp: str = ""
+    """OTLP/HTTP endpoint for spans, such as ``http://collector:4318``; empty: no spans."""
+    span_share: Share = 0.01
+    """Of requests whose caller did not decide it by a ``traceparent``."""
+    webhook: str = ""
+    """Where alerts are posted; empty: they are only logged and counted."""
+    record: bool = True
+    """Write a trace of what passes (lengths, times, hashed ids)."""
+    scrape_s: Seconds = 5.0
+    """How often a server's metrics are read."""
+    probe_s: Seconds = 1.0
+    """How often a server is asked whether it is there."""
+    drain_s: Seconds = 600.0
+    """How long open requests may take to finish after SIGTERM."""
+    unready_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 2.0
+    """Between ``/ready`` saying no and the end of accepting, after SIGTERM."""
+
+    @property
+    def data_path(self) -> Path:
+        return Path(self.data)

@@ -1,0 +1,335 @@
+"""Between the world and the policy: what happens becomes events, what is decided is carried out.
+
+Nothing is decided here. ``Runner`` keeps the order, the one timer and the log; this keeps the open
+calls and the tasks that work on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from controller.gateway.streams import Streams
+from controller.listener import Listener
+from controller.upstream.client import Client
+from policy.decisions import Abort, Alert, Dispatch, Refused, Settled
+from policy.events import Arrived, Cancelled, Failed, PolicySwitched, ReplicaDown
+from policy.parameters import canonical
+from policy.runner import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from controller.call import Call
+    from controller.config import Settings
+    from controller.errands import Errands
+    from controller.upstream.replica import Replica
+    from policy.contract import Policy
+    from policy.decisions import Decision
+    from policy.events import Event
+    from policy.parameters import Parameters
+
+HOOKS = ("arrived", "dispatched", "first_token", "settled", "lost", "decided", "switched", "fed")
+LOGGER = logging.getLogger("twinkeel")
+SILENCE_S = 2.0
+"""When a server that takes no connections any more has stopped finishing what it had."""
+TROUBLE_AGAIN_NS = 60_000_000_000
+FLUSH_S = 0.02
+"""How often the decision log is written."""
+
+
+class Log(Protocol):
+    """Where decisions are written: ``controller.store.log.LiveLog``."""
+
+    def append(self, now_ns: int, event: Event, decisions: tuple[Decision, ...]) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Clock:
+    """The decision log's time: it goes on where the process before left it."""
+
+    __slots__ = ("_offset_ns",)
+
+    def __init__(self, start_ns: int = 0) -> None:
+        self._offset_ns = start_ns - time.monotonic_ns()
+
+    def __call__(self) -> int:
+        return time.monotonic_ns() + self._offset_ns
+
+
+class Driver:
+    """Drives one policy.
+
+    Args:
+        policy: fresh, or as it was before a restart.
+        parameters: those in force.
+        log: of decisions.
+        replicas: every server that there may be, by id.
+        clock: of the log.
+        listeners: who is told; see ``Listener``.
+        traceparent: the trace context that goes with a try.
+        next_request: the first id to give.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy,
+        parameters: Parameters,
+        log: Log,
+        replicas: Sequence[Replica],
+        clock: Callable[[], int],
+        listeners: Sequence[Listener] = (),
+        traceparent: Callable[[Call], str] = lambda call: "",
+        next_request: int = 0,
+    ) -> None:
+        self.settings = settings
+        self.features = settings.features
+        self.policy = policy
+        self.parameters = parameters
+        self.replicas = {replica.id: replica for replica in replicas}
+        self.calls: dict[int, Call] = {}
+        """Open requests, in order of arrival."""
+        self._hear: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
+        for listener in listeners:
+            self.listen(listener)
+        self.now_ns = clock
+        self.draining = False
+        self.open = 0
+        """Requests whose caller has not been told everything yet."""
+        self.refused = 0
+        """Events that the policy found illegal: always 0 unless there is a fault in the code."""
+        self.suspect: Callable[[Replica], object] = lambda replica: None
+        self._errands: Errands | None = None
+        self._troubles: dict[str, int] = {}
+        """Until when each is not told again."""
+        self._log = log
+        self._next = next_request
+        self._loop = asyncio.get_running_loop()
+        self._givers: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._flusher: asyncio.TimerHandle | None = None
+        self.streams = Streams(clock, settings.limits.unread_s_most)
+        self.client = Client(self, settings.features, traceparent, not settings.keys)
+        self._runner = Runner(policy, clock, self._apply, self._arm, log)
+
+    # ---- events ----
+
+    def start(self, errands: Errands, suspect: Callable[[Replica], object]) -> None:
+        """Take work from now on.
+
+        Args:
+            errands: does what is asked for beside sending requests.
+            suspect: is told of a replica that could not be reached.
+        """
+        self._errands = errands
+        self.suspect = suspect
+        self._flush()
+
+    def listen(self, listener: Listener) -> None:
+        """Tell it what happens from now on; of what it does not override it is not told."""
+        for name, hearers in self._hear.items():
+            if getattr(type(listener), name) is not getattr(Listener, name):
+                hearers.append(getattr(listener, name))
+
+    def feed(self, event: Event) -> None:
+        """Let the policy see ``event``."""
+        for hear in self._hear["fed"]:
+            hear(self.now_ns(), event)
+        self._runner.feed(event)
+        if type(event) is ReplicaDown:
+            replica = self.replicas[event.replica]
+            if replica.attempts:
+                task = self._loop.create_task(self._give_up(replica))
+                self._givers.add(task)
+                task.add_done_callback(self._givers.discard)
+
+    def offer(self, call: Call) -> None:
+        """A request came: ``call.done`` is set when it has its outcome."""
+        request = self._next
+        self._next = request + 1
+        self.open += 1
+        call.request = request
+        call.done = self._loop.create_future()
+        self.calls[request] = call
+        asked = call.asked
+        call.arrived_ns = self.now_ns()
+        for hear in self._hear["arrived"]:
+            hear(call)
+        self.feed(
+            Arrived(
+                request, asked.model, asked.endpoint, asked.prompt_bytes, asked.max_tokens,
+                asked.sla, asked.line, asked.user, asked.session, asked.deadline_ns,
+                asked.messages, asked.stream, asked.prefix, asked.prefix_block_bytes, asked.chain,
+                asked.step, asked.resume,
+            )
+        )  # fmt: skip
+
+    def cancel(self, call: Call) -> None:
+        """Its caller went away; nothing happens if it is settled already."""
+        if call.settled is None:
+            self.feed(Cancelled(call.request))
+
+    def first_token(self, call: Call) -> None:
+        """The policy knows; the listeners are told."""
+        for hear in self._hear["first_token"]:
+            hear(call)
+
+    def told(self, call: Call) -> None:
+        """The caller of a settled request has been told, as far as it can be."""
+        self.open -= 1
+        call.settled_ns = self.now_ns()
+        if call.settled is not None:
+            for hear in self._hear["settled"]:
+                hear(call, call.settled)
+
+    def switch(self, parameters: Parameters) -> None:
+        """Another policy file rules from now on.
+
+        Raises:
+            ValueError: the policy does not take it; the old one goes on.
+        """
+        refused = self.refused
+        self.feed(PolicySwitched(canonical(self.parameters), canonical(parameters)))
+        if self.refused != refused:
+            raise ValueError(
+                f"the policy {parameters.name} was refused: a switch to or from discipline fifo"
+                " needs a restart"
+            )
+        self.parameters = parameters
+        for hear in self._hear["switched"]:
+            hear(parameters)
+
+    def snapshot(self) -> bytes:
+        return self.policy.snapshot()
+
+    def trouble(self, key: str, text: str) -> None:
+        """Something is wrong with the controller itself: told like an alert, but not too often."""
+        now_ns = self.now_ns()
+        if now_ns < self._troubles.get(key, 0):
+            return
+        self._troubles[key] = now_ns + TROUBLE_AGAIN_NS
+        LOGGER.warning("%s: %s", key, text)
+        for hear in self._hear["decided"]:
+            hear(Alert(f"controller {key}", text, (), "serving goes on"))
+
+    async def _give_up(self, replica: Replica) -> None:
+        """A server that takes no connection may still finish what it has, as vLLM does when it is
+        told to end; what it stops answering is lost."""
+        tokens = -1
+        while replica.attempts and replica.tokens != tokens and not replica.up:
+            tokens = replica.tokens
+            await asyncio.sleep(SILENCE_S)
+        if replica.up:
+            return
+        for call in [each for each in self.calls.values() if each.attempt in replica.attempts]:
+            attempt = call.attempt
+            if attempt is not None:
+                attempt.cancel()
+                self.feed(Failed(call.request, replica.id, "replica_lost"))
+
+    # ---- time ----
+
+    def _arm(self, at_ns: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0, at_ns - self.now_ns()) / 1e9
+        self._timer = self._loop.call_later(delay_s, self._ring, at_ns)
+
+    def _ring(self, at_ns: int) -> None:
+        # Loops round delays to milliseconds, so it may be too early by part of one.
+        if self.now_ns() < at_ns:
+            self._timer = self._loop.call_later(0.001, self._ring, at_ns)
+        else:
+            self._timer = None
+            self._runner.tick()
+
+    def _flush(self) -> None:
+        self._log.flush()
+        self._flusher = self._loop.call_later(FLUSH_S, self._flush)
+
+    # ---- decisions ----
+
+    def _apply(self, decision: Decision) -> None:
+        if isinstance(decision, Dispatch):
+            self._dispatch(decision)
+        elif isinstance(decision, Settled):
+            self._settle(decision)
+        elif isinstance(decision, Abort):
+            self._abort(decision)
+        else:
+            if isinstance(decision, Refused):
+                self.refused += 1
+            if self._errands is not None:
+                self._errands.run(decision)
+            for hear in self._hear["decided"]:
+                hear(decision)
+
+    def _dispatch(self, decision: Dispatch) -> None:
+        call = self.calls[decision.request]
+        replica = self.replicas[decision.replica]
+        call.replica = replica.id
+        call.tier = decision.tier
+        call.tries += 1
+        call.dispatched_ns = self.now_ns()
+        call.output_tokens = 0
+        for hear in self._hear["dispatched"]:
+            hear(call)
+        attempt = self._loop.create_task(self.client.attempt(call, replica, decision))
+        call.attempt = attempt
+        self._track(attempt, replica, call.asked.stream)
+
+    def _track(self, task: asyncio.Task[None], replica: Replica, stream: bool) -> None:
+        replica.attempts.add(task)
+        replica.streams += stream
+
+        def over(task: asyncio.Task[None]) -> None:
+            replica.attempts.discard(task)
+            replica.streams -= stream
+            if not task.cancelled() and task.exception() is not None:
+                self._loop.call_exception_handler(
+                    {"message": f"a call to {replica.name} failed", "exception": task.exception()}
+                )
+
+        task.add_done_callback(over)
+
+    def second(self, call: Call, replica: Replica, run: asyncio.Task[None]) -> None:
+        """``run`` is a second run of ``call`` on ``replica``."""
+        call.second = run
+        self._track(run, replica, stream=False)
+
+    def _abort(self, decision: Abort) -> None:
+        """Close the connection: nothing that is still on its way back is heard."""
+        call = self.calls.get(decision.request)
+        if call is None:
+            return
+        for task in (call.attempt, call.second):
+            if task is not None and not task.done() and task is not asyncio.current_task():
+                task.cancel()
+        call.attempt = call.second = None
+
+    def _settle(self, settled: Settled) -> None:
+        call = self.calls.pop(settled.request, None)
+        if call is None:  # it was open when an earlier process ended
+            for hear in self._hear["lost"]:
+                hear(settled)
+            return
+        call.settled = settled
+        call.tier = settled.tier or call.tier
+        if call.done is not None and not call.done.done():
+            call.done.set_result(None)
+
+    async def close(self) -> None:
+        """Stop timers and calls; the log is the owner's to close."""
+        for handle in (self._timer, self._flusher):
+            if handle is not None:
+                handle.cancel()
+        tasks = [*self._givers]
+        tasks += [task for replica in self.replicas.values() for task in replica.attempts]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._log.flush()

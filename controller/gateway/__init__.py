@@ -1,0 +1,1 @@
+"""The callers' side: an OpenAI-compatible HTTP server."""

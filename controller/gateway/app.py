@@ -1,0 +1,420 @@
+"""The public HTTP server: reads a request, waits for its outcome, tells the caller.
+
+Headers go out with the first part of an answer, so what fails before can be tried elsewhere. After
+that an error is told inside the stream, and the stream does not end as if it were whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from controller.call import Call
+from controller.gateway import asking, editing, errors
+from controller.gateway.asking import BadRequest
+from controller.gateway.streams import CallerGone
+from controller.telemetry.timing import server_timing, timing_object
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from controller.driver import Driver
+    from controller.gateway.answers import Answers
+    from controller.gateway.keys import Keys
+    from controller.store.database import Database
+    from policy.decisions import Settled
+    from policy.events import Endpoint
+
+NAME_MOST = 128
+JSON = "application/json"
+SWEEPS = 5
+"""How many times in the longest silence open streams are looked at."""
+
+
+class Gateway:
+    """The callers' side.
+
+    Args:
+        secret: key of prompt fingerprints.
+        keys: whose API keys are taken; None: callers need none.
+        answers: kept for degraded callers.
+        database: keeps the answers of chains' steps.
+        rejected: is told the status of each request that is not passed on.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        secret: bytes,
+        answers: Answers,
+        database: Database,
+        keys: Keys | None = None,
+        rejected: Callable[[int], object] = lambda status: None,
+    ) -> None:
+        self._driver = driver
+        self._rejected = rejected
+        self._limits = driver.settings.limits
+        self._extras = driver.features.extras
+        self._secret = secret
+        self._answers = answers
+        self._database = database
+        self._keys = keys
+        self.closed = False
+        """New requests are refused."""
+        self._sweeper: asyncio.Task[None] | None = None
+        self._comments: set[asyncio.Task[None]] = set()
+
+    def app(self, openapi: bytes) -> web.Application:
+        """The routes; ``openapi`` is the published document as JSON."""
+        app = web.Application(client_max_size=self._limits.body_bytes_most)
+        routes: dict[str, Endpoint] = {
+            "/v1/chat/completions": "chat",
+            "/v1/completions": "completions",
+            "/v1/embeddings": "embeddings",
+        }
+        for path, endpoint in routes.items():
+            app.router.add_post(path, self._serving(endpoint))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+
+        async def document(request: web.Request) -> web.Response:
+            return web.Response(body=openapi, content_type=JSON)
+
+        app.router.add_get("/openapi.json", document)
+        app.middlewares.append(self._plainly)
+        return app
+
+    def start(self) -> None:
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def close(self) -> None:
+        for task in [self._sweeper, *self._comments]:
+            if task is not None:
+                task.cancel()
+
+    # ---- a request ----
+
+    def _serving(
+        self, endpoint: Endpoint
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def serve(request: web.Request) -> web.StreamResponse:
+            return await self._serve(request, endpoint)
+
+        return serve
+
+    async def _serve(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        driver = self._driver
+        entered_ns = driver.now_ns()
+        name = _request_name(request.headers.get("X-Request-Id"))
+        try:
+            tenant = self._tenant(request)
+            self._admit()
+            body = await self._body(request)
+            read_ns = driver.now_ns()
+            asked = asking.read(endpoint, request.headers, body, self._secret, tenant)
+            self._known(asked.model)
+        except BadRequest as bad:
+            self._rejected(bad.status)
+            return _refusal(bad, name)
+        call = Call(asked, name, entered_ns, request)
+        if asked.stream:
+            call.response = web.StreamResponse()
+            call.last_sent_ns = entered_ns
+        try:
+            driver.offer(call)
+            call.gateway_ns = driver.now_ns() - read_ns
+            if call.done is not None:
+                await call.done
+            return await self._tell(call)
+        except asyncio.CancelledError:
+            driver.cancel(call)
+            raise
+        except CallerGone:
+            driver.cancel(call)
+            return call.response or web.Response()
+        finally:
+            driver.told(call)
+
+    def _tenant(self, request: web.Request) -> tuple[str, str, str]:
+        if self._keys is None:
+            return "", "", ""
+        tenant = self._keys.check(request.headers.get("Authorization", ""))
+        if tenant is None:
+            raise BadRequest("the API key is missing or not known", "", "invalid_api_key", 401)
+        return tenant.name, tenant.sla, tenant.line
+
+    def _admit(self) -> None:
+        if self.closed:
+            raise BadRequest("this gateway is about to stop", "", "draining", 503)
+        if len(self._driver.calls) >= self._limits.open_most:
+            raise BadRequest(
+                f"{self._limits.open_most} requests are open here", "", "too_many", 503
+            )
+
+    async def _body(self, request: web.Request) -> bytes:
+        length = request.content_length
+        if length is not None and length > self._limits.body_bytes_most:
+            raise self._too_long()
+        try:
+            if request.content.at_eof() or request._read_bytes is not None:
+                return await request.read()
+            async with asyncio.timeout(self._limits.body_s_most):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_long() from None
+        except TimeoutError:
+            raise BadRequest(
+                f"the body was not there after {self._limits.body_s_most:g} s", "", "slow_body", 408
+            ) from None
+
+    def _too_long(self) -> BadRequest:
+        most = self._limits.body_bytes_most
+        return BadRequest(f"the body has more than {most} bytes", "", "body_too_long", 413)
+
+    def _known(self, model: str) -> None:
+        """A model that no server ever said it serves is the caller's mistake."""
+        specs = [each.spec for each in self._driver.replicas.values() if each.spec is not None]
+        if not specs or any(not spec.models or model in spec.models for spec in specs):
+            return
+        raise BadRequest(
+            f"the model {model[:80]!r} does not exist here", "model", "model_not_found", 404
+        )
+
+    # ---- the outcome ----
+
+    async def _tell(self, call: Call) -> web.StreamResponse:
+        settled = call.settled
+        assert settled is not None
+        if settled.outcome == "answered" or settled.outcome == "degraded":
+            return await self._tell_answer(call, settled)
+        if settled.outcome == "cancelled":
+            raise CallerGone
+        if call.committed:
+            return await self._tell_error_inside(call, settled)
+        if call.served_status and settled.why == "rejected":
+            headers = self._headers(call, settled)
+            return await self._send_whole(call, call.served_status, call.body, headers)
+        headers = self._headers(call, settled)
+        if settled.outcome == "shed" or settled.http_code in (429, 503):
+            headers["Retry-After"] = errors.retry_after_s(settled)
+        body = errors.of(settled, call.name)
+        return await self._send_whole(call, settled.http_code, body, headers)
+
+    async def _tell_answer(self, call: Call, settled: Settled) -> web.StreamResponse:
+        body = await self._body_of(call, settled)
+        if call.response is None:
+            if settled.why == "" and not call.asked.document.get("stream"):
+                self._keep(call, settled, body)
+            if self._extras:
+                body = editing.with_member(body, "twinkeel", self._extra(call, settled))
+            return await self._send_whole(call, 200, body, self._headers(call, settled))
+        events = call.tail if not body else editing.as_events(body, call.asked.endpoint == "chat")
+        if not call.committed:
+            call.response.headers.update(self._headers(call, settled))
+        if self._extras:
+            events = _with_extra(events, self._extra(call, settled))
+        await self._driver.streams.end(call, b"".join(events))
+        return call.response
+
+    async def _body_of(self, call: Call, settled: Settled) -> bytes:
+        """What is delivered in one piece; empty: the stream's own end."""
+        if settled.why == "checkpoint":
+            asked = call.asked
+            stored = await self._database.step_answer(asked.chain, asked.step, asked.tenant)
+            return stored.answer if stored is not None else _template(call)
+        if settled.why == "cached":
+            return call.body
+        if settled.why == "template" or not (call.body or call.tail):
+            return b"" if call.events_sent else _template(call)
+        return call.body
+
+    async def _tell_error_inside(self, call: Call, settled: Settled) -> web.StreamResponse:
+        """The stream has begun: an error event, and no ``[DONE]``."""
+        assert call.response is not None
+        event = b"data: " + errors.of(settled, call.name) + b"\n\n"
+        await self._driver.streams.end(call, event)
+        return call.response
+
+    async def _send_whole(
+        self, call: Call, status: int, body: bytes, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        response = web.Response(body=body, status=status, headers=headers, content_type=JSON)
+        try:
+            await response.prepare(call.web)
+            await response.write_eof()
+        except (ConnectionError, RuntimeError):
+            raise CallerGone from None
+        return response
+
+    def _headers(self, call: Call, settled: Settled) -> dict[str, str]:
+        headers = {
+            "x-request-id": call.name,
+            "x-twinkeel-request": str(call.request),
+            "x-twinkeel-outcome": settled.outcome,
+        }
+        if settled.tier:
+            headers["x-twinkeel-tier"] = settled.tier
+        if settled.outcome == "degraded":
+            headers["x-twinkeel-degraded"] = settled.why
+        if settled.confidence_permille >= 0:
+            headers["x-twinkeel-confidence"] = f"{settled.confidence_permille / 1000:.3f}"
+        if settled.verification:
+            headers["x-twinkeel-verification"] = settled.verification
+        if settled.checkpoint:
+            headers["x-twinkeel-checkpoint"] = settled.checkpoint
+        if settled.left_ns >= 0:
+            headers["x-twinkeel-chain-left-ms"] = str(settled.left_ns // 1_000_000)
+        if call.response is None:
+            call.settled_ns = self._driver.now_ns()
+            headers["Server-Timing"] = server_timing(call.hops())
+        return headers
+
+    def _extra(self, call: Call, settled: Settled) -> dict[str, Any]:
+        """The ``twinkeel`` object of an answer."""
+        extra: dict[str, Any] = {"request_id": call.name, "tier": settled.tier or call.tier}
+        if settled.confidence_permille >= 0:
+            extra["confidence_score"] = settled.confidence_permille / 1000
+        if settled.verification:
+            extra["verification_status"] = settled.verification
+        if settled.outcome == "degraded":
+            extra["degraded"] = settled.why
+            if settled.age_ns:
+                extra["age_s"] = settled.age_ns / 1e9
+        if settled.checkpoint:
+            extra["checkpoint_id"] = settled.checkpoint
+        if call.response is not None:
+            call.settled_ns = self._driver.now_ns()
+            extra["timing"] = timing_object(call.hops())
+        return extra
+
+    def _keep(self, call: Call, settled: Settled, body: bytes) -> None:
+        """For callers that will have to be content with it."""
+        actions = (
+            *self._driver.parameters.breakers.actions,
+            *self._driver.parameters.confidence.actions,
+        )
+        if "cached" in actions and call.asked.endpoint != "embeddings":
+            self._answers.keep(call.asked, body, self._driver.now_ns(), settled.confidence_permille)
+
+    # ---- silence ----
+
+    async def _sweep(self) -> None:
+        """Now and then, see which streams have been silent for too long."""
+        silence_ns = round(self._limits.comment_s * 1e9)
+        pause_s = self._limits.comment_s / SWEEPS
+        while True:
+            await asyncio.sleep(pause_s)
+            now_ns = self._driver.now_ns() + silence_ns // SWEEPS
+            for call in list(self._driver.calls.values()):
+                if call.response is not None and call.last_sent_ns + silence_ns <= now_ns:
+                    task = asyncio.get_running_loop().create_task(self._comment(call))
+                    self._comments.add(task)
+                    task.add_done_callback(self._comments.discard)
+
+    async def _comment(self, call: Call) -> None:
+        try:
+            await self._driver.streams.comment(call)
+        except CallerGone:
+            self._driver.cancel(call)
+
+    # ---- the other routes ----
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self._tenant(request)
+        except BadRequest as bad:
+            return _refusal(bad, _request_name(request.headers.get("X-Request-Id")))
+        models: dict[str, dict[str, Any]] = {}
+        for replica in self._driver.replicas.values():
+            spec = replica.spec
+            for model in spec.models if spec is not None else ():
+                models.setdefault(
+                    model,
+                    {"id": model, "object": "model", "created": 0, "owned_by": "vllm",
+                     "max_model_len": spec.max_model_len if spec is not None else None},
+                )  # fmt: skip
+        body = msgspec.json.encode({"object": "list", "data": list(models.values())})
+        return web.Response(body=body, content_type=JSON)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        """Whether new requests should be sent here."""
+        driver = self._driver
+        up = sum(replica.up for replica in driver.replicas.values())
+        ready = up > 0 and not driver.draining
+        body = msgspec.json.encode({"ready": ready, "draining": driver.draining, "replicas_up": up})
+        return web.Response(body=body, status=200 if ready else 503, content_type=JSON)
+
+    @web.middleware
+    async def _plainly(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """aiohttp's own refusals in OpenAI's shape."""
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            code = error.reason.lower().replace(" ", "_")
+            body = errors.document(error.reason, code, error.status)
+            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return web.Response(body=body, status=error.status, headers=headers, content_type=JSON)
+
+
+def _request_name(given: str | None) -> str:
+    """The caller's own request id, if it can stand in a header and a log; else a new one."""
+    if given and len(given) <= NAME_MOST and given.isascii() and given.isprintable():
+        return given
+    return f"tk-{secrets.token_hex(12)}"
+
+
+def _refusal(bad: BadRequest, name: str) -> web.Response:
+    headers = {"x-request-id": name}
+    if bad.status in (429, 503):
+        headers["Retry-After"] = "1"
+    if bad.status in (408, 413) or bad.code == "draining":
+        headers["Connection"] = "close"  # the rest of the body is not wanted
+    body = errors.document(str(bad), bad.code, bad.status, name, bad.param)
+    return web.Response(body=body, status=bad.status, headers=headers, content_type=JSON)
+
+
+def _with_extra(events: list[bytes], extra: dict[str, Any]) -> list[bytes]:
+    """The ``twinkeel`` object goes into the last event that holds an object."""
+    for at in range(len(events) - 1, -1, -1):
+        if b"{" in events[at]:
+            edited = editing.event_with_member(events[at], "twinkeel", extra)
+            return [*events[:at], edited, *events[at + 1 :]]
+    return events
+
+
+def _template(call: Call) -> bytes:
+    """The answer when there is none: it says so, in the shape that was asked for."""
+    asked = call.asked
+    said = (
+        f"The service has no answer of its own for request {call.name} at present."
+        " Please try again later."
+    )
+    if asked.endpoint == "embeddings":
+        return msgspec.json.encode({"object": "list", "data": [], "model": asked.model})
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+    if asked.endpoint == "chat":
+        choice["message"] = {"role": "assistant", "content": said}
+    else:
+        choice["text"] = said
+    return msgspec.json.encode(
+        {
+            "id": call.name,
+            "object": "chat.completion" if asked.endpoint == "chat" else "text_completion",
+            "created": 0,
+            "model": asked.model,
+            "choices": [choice],
+            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+        }
+    )

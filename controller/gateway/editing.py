@@ -1,0 +1,69 @@
+"""What the features change in an answer's bytes. Everything else passes as it came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+_decode = msgspec.json.Decoder().decode
+
+
+def whole_without_logprobs(body: bytes) -> bytes:
+    """An answer whose choices say ``null`` where the logprobs were."""
+    document = _decode(body)
+    return msgspec.json.encode(document) if _blanked(document) else body
+
+
+def event_without_logprobs(event: bytes) -> bytes:
+    """The same for an event of a stream."""
+    if b'"logprobs":null' in event or b"logprobs" not in event:
+        return event
+    document = _decode(event[event.index(b"{") :].strip())
+    if not _blanked(document):
+        return event
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+
+
+def _blanked(document: Any) -> bool:
+    found = False
+    for choice in document.get("choices") or ():
+        if choice.get("logprobs") is not None:
+            choice["logprobs"] = None
+            found = True
+    return found
+
+
+def with_member(body: bytes, name: str, value: object) -> bytes:
+    """A JSON object with one more member at its end; its other bytes stay as they are."""
+    stem = body.rstrip()
+    if not stem.endswith(b"}"):
+        return body
+    comma = b"" if stem[:-1].rstrip().endswith(b"{") else b","
+    member = msgspec.json.encode(name) + b":" + msgspec.json.encode(value)
+    return stem[:-1] + comma + member + b"}"
+
+
+def event_with_member(event: bytes, name: str, value: object) -> bytes:
+    """The same for an event of a stream."""
+    stem = event.rstrip(b"\r\n")
+    return with_member(stem, name, value) + event[len(stem) :]
+
+
+def as_events(body: bytes, chat: bool) -> list[bytes]:
+    """A whole answer as the events of a stream, for a caller that wanted one."""
+    document = _decode(body)
+    choices = []
+    for choice in document.get("choices", ()):
+        part = {"index": choice.get("index", 0), "finish_reason": choice.get("finish_reason")}
+        if chat:
+            message = choice.get("message") or {}
+            part["delta"] = {"role": "assistant", "content": message.get("content")}
+        else:
+            part["text"] = choice.get("text")
+        choices.append(part)
+    document["choices"] = choices
+    if chat:
+        document["object"] = "chat.completion.chunk"
+    document.pop("usage", None)
+    return [b"data: " + msgspec.json.encode(document) + b"\n\n", b"data: [DONE]\n\n"]

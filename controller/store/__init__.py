@@ -1,0 +1,1 @@
+"""What outlives the process: the decision log, the trace, the database."""

@@ -1,0 +1,1 @@
+"""What people and machines see of it: metrics, spans, per-hop times, alerts."""

@@ -1,0 +1,1 @@
+"""The servers' side: finding them, calling them, and judging what comes back."""

@@ -1,0 +1,347 @@
+"""One try of a request on one server: send it, pass on what comes, and say what became of it.
+
+A try ends with exactly one event, ``Finished`` or ``Failed``; one that is cancelled (the policy
+gave ``Abort``) says nothing any more, and closes its connection: vLLM then drops the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from controller.gateway import editing
+from controller.gateway.asking import prompt_text
+from controller.gateway.streams import CallerGone
+from controller.upstream import judge, outgoing, sse
+from controller.upstream.sse import BROKEN, DONE, ERROR, FINISH, NOTHING, TEXT, USAGE
+from policy.events import Failed, Finished, FirstToken
+from policy.signals import contradicts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from controller.call import Call
+    from controller.config import Features
+    from controller.driver import Driver
+    from controller.upstream.replica import Replica
+    from policy.decisions import Dispatch
+    from policy.events import ErrorKind
+
+ERROR_BODY_MOST = 1 << 20
+
+
+class TryFailed(Exception):
+    """The try is over without an answer."""
+
+    def __init__(self, kind: ErrorKind) -> None:
+        super().__init__(kind)
+        self.kind: ErrorKind = kind
+
+
+class Client:
+    """Makes tries.
+
+    Args:
+        driver: is told what becomes of them.
+        features: what is added to requests.
+        traceparent: the trace context that goes with a try; empty: none.
+        pass_authorization: the caller's ``Authorization`` is the server's, not ours.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        features: Features,
+        traceparent: Callable[[Call], str],
+        pass_authorization: bool,
+    ) -> None:
+        self._driver = driver
+        self._features = features
+        self._traceparent = traceparent
+        self._pass_authorization = pass_authorization
+
+    async def attempt(self, call: Call, replica: Replica, decision: Dispatch) -> None:
+        """Try it, and feed how it ended."""
+        driver = self._driver
+        request = call.request
+        failed: ErrorKind
+        try:
+            began_ns = driver.now_ns()
+            asked = call.asked
+            body = outgoing.body(asked, self._features, decision)
+            headers = self._headers(call)
+            call.sent_ns = driver.now_ns()
+            call.gateway_ns += call.sent_ns - began_ns
+            async with replica.post(asked.path, body, headers) as answer:
+                kind = answer.content_type
+                if answer.status == 200 and kind == "text/event-stream":
+                    finished = await _Stream(driver, call, replica, self._features).run(answer)
+                else:
+                    finished = await self._whole(call, replica, answer)
+        except TryFailed as error:
+            failed = error.kind
+        except CallerGone:
+            driver.cancel(call)
+            return
+        except TimeoutError:
+            failed = "timeout"
+        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError) as error:
+            cut = call.first_ns >= 0 or isinstance(error, aiohttp.ClientPayloadError)
+            failed = "stream_cut" if cut else "replica_lost"
+            driver.suspect(replica)
+        except aiohttp.ClientError:  # its HTTP cannot be read
+            failed = "malformed"
+        else:
+            driver.feed(finished)
+            return
+        driver.feed(Failed(request, replica.id, failed))
+
+    def _headers(self, call: Call) -> dict[str, str]:
+        headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+            "X-Request-Id": call.name,
+        }
+        traceparent = self._traceparent(call)
+        if traceparent:
+            headers["traceparent"] = traceparent
+            tracestate = call.web.headers.get("tracestate")
+            if tracestate:
+                headers["tracestate"] = tracestate
+        if self._pass_authorization:
+            authorization = call.web.headers.get("Authorization")
+            if authorization:
+                headers["Authorization"] = authorization
+        return headers
+
+    async def _whole(
+        self, call: Call, replica: Replica, answer: aiohttp.ClientResponse
+    ) -> Finished:
+        """Read an answer that comes in one piece."""
+        driver = self._driver
+        body = await answer.read()
+        call.last_ns = driver.now_ns()
+        kind = judge.of_status(answer.status, body)
+        if kind is not None:
+            if kind == "rejected":
+                _rejected(call, answer.status, body)
+            raise TryFailed(kind)
+        wrong, read = judge.whole(body, call.asked.endpoint)
+        if wrong is not None or read is None:
+            raise TryFailed(wrong or "malformed")
+        usage = read.usage or sse.Usage()
+        tokens = usage.completion_tokens or 0
+        replica.tokens += max(1, tokens)
+        certainties = judge.Certainties()
+        for choice in read.choices:
+            certainties.add(choice.logprobs)
+        call.contradiction = self._contradicts(call, read)
+        if self._features.confidence and not outgoing.wants_logprobs(call.asked):
+            body = editing.whole_without_logprobs(body)
+        call.body = body
+        call.finish_reason = read.choices[0].finish_reason or "" if read.choices else ""
+        call.engine = judge.engine_times(read.metrics)
+        call.network_ns = replica.network_ns
+        return _finished(driver, call, replica, usage, tokens, certainties)
+
+    def _contradicts(self, call: Call, read: judge.Whole) -> bool:
+        if not self._features.confidence or not read.choices:
+            return False
+        return contradicts(prompt_text(call.asked), judge.text_of(read))
+
+    async def second(self, call: Call, replica: Replica) -> tuple[str, int]:
+        """Run an answered request again; its text, and its tokens.
+
+        Raises:
+            TryFailed: it came to nothing.
+        """
+        headers = self._headers(call)
+        headers["X-Request-Id"] = f"{call.name}-second"
+        body = outgoing.plain_body(call.asked)
+        try:
+            async with replica.post(call.asked.path, body, headers) as answer:
+                data = await answer.read()
+                status = answer.status
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            raise TryFailed("replica_lost") from None
+        kind = judge.of_status(status, data)
+        wrong, read = (kind, None) if kind else judge.whole(data, call.asked.endpoint)
+        if wrong is not None or read is None:
+            raise TryFailed(wrong or "malformed")
+        tokens = (read.usage.completion_tokens or 0) if read.usage else 0
+        replica.tokens += max(1, tokens)
+        return judge.text_of(read), tokens
+
+
+class _Stream:
+    """Passes one stream on, and watches it."""
+
+    __slots__ = (
+        "_call", "_certainties", "_confidence", "_driver", "_finish", "_held", "_replica",
+        "_said", "_strip", "_usage",
+    )  # fmt: skip
+
+    def __init__(self, driver: Driver, call: Call, replica: Replica, features: Features) -> None:
+        self._driver = driver
+        self._call = call
+        self._replica = replica
+        self._confidence = features.confidence
+        self._strip = features.confidence and not outgoing.wants_logprobs(call.asked)
+        self._held: list[bytes] = []
+        """Events before the first token: nothing has been passed on yet."""
+        self._said = False
+        self._finish = ""
+        self._usage: sse.Usage | None = None
+        self._certainties = judge.Certainties()
+
+    async def run(self, answer: aiohttp.ClientResponse) -> Finished:
+        driver, call, replica = self._driver, self._call, self._replica
+        splitter = sse.Splitter()
+        content = answer.content
+        call.tail = []
+        # vLLM sends the headers when it has read the request, before its engine sees it.
+        call.network_ns = driver.now_ns() - call.sent_ns
+        while True:
+            data = await content.readany()
+            if not data:
+                break
+            began_ns = driver.now_ns()
+            out: list[bytes] = []
+            done = False
+            for event in splitter.feed(data):
+                done = self._take(event, out, began_ns)
+                if done:
+                    break
+            if out:
+                await driver.streams.send(call, out[0] if len(out) == 1 else b"".join(out), replica)
+            call.last_ns = began_ns
+            call.gateway_ns += driver.now_ns() - began_ns
+            if done:
+                return await self._end(answer)
+        raise TryFailed("stream_cut")
+
+    def _take(self, event: bytes, out: list[bytes], now_ns: int) -> bool:
+        """Look at an event and put what is to be passed on into ``out``; was it the end?"""
+        call = self._call
+        kind, chunk = sse.read(event)
+        if kind == TEXT:
+            if call.tail:  # another choice goes on
+                self._pass(call.tail, out)
+                call.tail = []
+            self._replica.tokens += 1
+            call.output_tokens += 1
+            if not self._said:
+                self._first(now_ns, out)
+            self._pass([self._looked_at(event, chunk)], out)
+            return False
+        if kind == NOTHING:
+            (call.tail or (out if self._said else self._held)).append(event)
+            return False
+        if kind == DONE:
+            if not self._finish:
+                raise TryFailed("stream_cut")
+            call.tail.append(event)
+            return True
+        if kind == BROKEN:
+            raise TryFailed("malformed")
+        assert chunk is not None
+        if kind == ERROR:
+            self._error(event, chunk)
+        if kind == FINISH:
+            self._finished(event, chunk, out, now_ns)
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        if chunk.metrics is not None:
+            call.engine = judge.engine_times(chunk.metrics)
+        if kind == USAGE and not self._hides_usage():
+            call.tail.append(event)
+        return False
+
+    def _hides_usage(self) -> bool:
+        return self._driver.features.usage and not self._call.asked.wants_usage
+
+    def _finished(self, event: bytes, chunk: sse.Event, out: list[bytes], now_ns: int) -> None:
+        """The last event of a choice: held back until the outcome is known."""
+        call = self._call
+        for choice in chunk.choices:
+            if choice.finish_reason:
+                self._finish = choice.finish_reason
+        if self._finish == "abort":
+            raise TryFailed("stream_cut")
+        if sse.says_something(chunk):
+            call.output_tokens += 1
+            if not self._said:
+                self._first(now_ns, out)
+        elif not self._said:
+            if self._finish != "length":
+                raise TryFailed("empty")
+            self._first(now_ns, out)
+        call.tail.append(self._looked_at(event, chunk))
+
+    def _first(self, now_ns: int, out: list[bytes]) -> None:
+        """The first token is there: what was held back goes out from now on."""
+        self._said = True
+        call = self._call
+        call.first_ns = now_ns
+        self._driver.feed(FirstToken(call.request, self._replica.id))
+        self._driver.first_token(call)
+        out += self._held
+        self._held = []
+
+    def _pass(self, events: list[bytes], out: list[bytes]) -> None:
+        self._call.events_sent += len(events)
+        out += events
+
+    def _looked_at(self, event: bytes, chunk: sse.Event | None) -> bytes:
+        """Its logprobs are gathered, and taken out if the caller did not ask for them."""
+        if not self._confidence or chunk is None:
+            return event
+        for choice in chunk.choices:
+            self._certainties.add(choice.logprobs)
+        return editing.event_without_logprobs(event) if self._strip else event
+
+    def _error(self, event: bytes, chunk: sse.Event) -> None:
+        kind = judge.of_error(chunk.error)
+        if kind == "rejected":
+            code = chunk.error.get("code", 400)
+            _rejected(self._call, code, sse.payload(event))
+        raise TryFailed(kind)
+
+    async def _end(self, answer: aiohttp.ClientResponse) -> Finished:
+        """Read what may follow ``[DONE]``, so that the connection can be used again."""
+        if not answer.content.at_eof():
+            try:
+                async with asyncio.timeout(1.0):
+                    await answer.content.read()
+            except (TimeoutError, aiohttp.ClientError, OSError):
+                answer.close()  # it said everything
+        usage = self._usage or sse.Usage(0, self._call.output_tokens)
+        tokens = usage.completion_tokens or 0
+        self._call.finish_reason = self._finish
+        return _finished(self._driver, self._call, self._replica, usage, tokens, self._certainties)
+
+
+def _finished(
+    driver: Driver,
+    call: Call,
+    replica: Replica,
+    usage: sse.Usage,
+    tokens: int,
+    certainties: judge.Certainties,
+) -> Finished:
+    """The event, and what the call keeps of it."""
+    call.prompt_tokens = usage.prompt_tokens
+    call.cached_tokens = usage.cached_tokens
+    call.output_tokens = tokens
+    mean, worst, close = certainties.features() if certainties.tokens else (-1, -1, -1)
+    return Finished(
+        call.request, replica.id, max(0, usage.prompt_tokens), usage.cached_tokens,
+        max(0, tokens), mean, worst, close, call.contradiction,
+    )  # fmt: skip
+
+
+def _rejected(call: Call, status: Any, body: bytes) -> None:
+    call.served_status = status if isinstance(status, int) and 400 <= status < 500 else 400
+    call.body = body

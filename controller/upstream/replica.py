@@ -1,0 +1,63 @@
+"""A server as the controller sees it: where it is, and what is known of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping
+
+    import aiohttp
+
+    from controller.config import Upstream
+    from policy.events import ReplicaUp
+
+PLAIN = {"Accept-Encoding": "identity"}
+"""Compressing its metrics costs vLLM's server more than sending them."""
+
+
+class Replica:
+    """One server. Its numbers are kept by whoever finds them out; nothing is decided here."""
+
+    __slots__ = (
+        "attempts", "id", "name", "network_ns", "session", "spec", "streams", "tokens", "up",
+        "upstream", "url",
+    )  # fmt: skip
+
+    def __init__(self, id: int, upstream: Upstream, session: aiohttp.ClientSession) -> None:
+        self.id = id
+        self.upstream = upstream
+        self.url = upstream.url.rstrip("/")
+        self.name = urlsplit(self.url).netloc
+        self.session = session
+        self.up = False
+        """``ReplicaUp`` was fed, and no ``ReplicaDown`` since."""
+        self.spec: ReplicaUp | None = None
+        """What was last said of it."""
+        self.tokens = 0
+        """Output tokens seen from it, or known by its metrics; only ever rises."""
+        self.network_ns = -1
+        """The usual time of an empty request to it; -1: not measured yet."""
+        self.attempts: set[asyncio.Task[None]] = set()
+        """Calls in flight."""
+        self.streams = 0
+        """How many of these are streams, whose tokens are seen as they come."""
+
+    @property
+    def all_streams(self) -> bool:
+        """Whether everything in flight is seen token by token."""
+        return self.streams == len(self.attempts)
+
+    def post(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.client._RequestContextManager:
+        """Send ``body``; enter what is returned to wait for the answer's headers."""
+        return self.session.post(
+            f"{self.url}{path}", data=body, headers=headers, allow_redirects=False
+        )
+
+    def get(self, path: str) -> aiohttp.client._RequestContextManager:
+        # A redirect would lead to a server that nobody configured.
+        return self.session.get(f"{self.url}{path}", headers=PLAIN, allow_redirects=False)

@@ -1,0 +1,239 @@
+"""What outlives a controller: deployments, breakers, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from controller.store.database import SCHEMA, Database, DatabaseError
+from policy.decisions import BreakerMoved
+from policy.parameters import from_canonical
+from tests.policy_support import parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Wall:
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextmanager
+def opened(folder: Path, **options: Any) -> Iterator[Database]:
+    database = Database(folder / "sub" / "controller.sqlite", **options)
+    try:
+        yield database
+    finally:
+        database.close()
+
+
+def test_the_last_deployment_is_what_the_next_process_finds(tmp_path: Path) -> None:
+    async def first(database: Database) -> None:
+        assert await database.deployed() is None
+        await database.deploy(parameters(name="one"), "ann", "the first")
+        await database.deploy(parameters(name="two"), "bob")
+
+    async def second(database: Database) -> None:
+        last = await database.deployed()
+        assert last is not None
+        assert (last.name, last.by, last.at_s) == ("two", "bob", 1_000_000.0)
+        assert from_canonical(last.canonical) == parameters(name="two")
+        assert len(last.sha256) == 64
+        assert [one.name for one in await database.history()] == ["two", "one"]
+        assert [one.name for one in await database.history(1)] == ["two"]
+
+    with opened(tmp_path, wall_s=Wall()) as database:
+        asyncio.run(first(database))
+    with opened(tmp_path) as database:
+        asyncio.run(second(database))
+        database.record_policy(parameters(name="three"), "admin")
+        assert [one["name"] for one in database.policies()] == ["three", "two", "one"]
+
+
+def test_what_was_committed_is_there_though_the_process_was_not_closed(tmp_path: Path) -> None:
+    with opened(tmp_path) as database:
+        asyncio.run(database.deploy(parameters(name="one"), "ann"))
+        with opened(tmp_path) as other:  # reads the journal beside the file
+            last = asyncio.run(other.deployed())
+            assert last is not None
+            assert last.name == "one"
+
+
+def test_breakers_are_kept_as_they_last_moved(tmp_path: Path) -> None:
+    wall = Wall()
+    with opened(tmp_path, wall_s=wall) as database:
+        database.breaker_moved(BreakerMoved("errors/m", "open", "share", 3, 9, 2_000_000_000))
+        database.breaker_moved(BreakerMoved("errors/n", "open", "share", 3, 9, 5_000_000_000))
+        wall.now_s += 2
+        database.breaker_moved(BreakerMoved("errors/m", "half_open", "time"))
+        kept = asyncio.run(database.breakers())
+    assert [(one.key, one.state, one.until_s) for one in kept] == [
+        ("errors/m", "half_open", None),
+        ("errors/n", "open", 1_000_005.0),
+    ]
+
+
+def test_breakers_with_invented_keys_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.store.database.BREAKERS_MOST", 20)
+    with opened(tmp_path) as database:
+        database.breaker_moved(BreakerMoved("first", "open", "share"))
+        for number in range(100):
+            database.breaker_moved(BreakerMoved(f"k{number}", "closed", "quiet"))
+        kept = asyncio.run(database.breakers())
+    assert 18 <= len(kept) <= 20
+    assert "first" in {one.key for one in kept}, "what is open outlives what is closed"
+    assert "k99" in {one.key for one in kept}
+
+
+def test_more_moves_than_the_disk_takes_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.store.database.WAITING_MOST", 3)
+
+    async def flood(database: Database) -> None:
+        import threading
+
+        go = threading.Event()
+        held = asyncio.create_task(database.run(lambda _: go.wait(5)))
+        await asyncio.sleep(0)
+        for number in range(10):
+            database.breaker_moved(BreakerMoved(f"k{number}", "open", "share"))
+        go.set()
+        await held
+        assert len(await database.breakers()) == 3
+        database.breaker_moved(BreakerMoved("later", "open", "share"))
+        assert len(await database.breakers()) == 4
+
+    with opened(tmp_path) as database:
+        asyncio.run(flood(database))
+        assert database.left_out == 7
+
+
+def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
+    async def work(database: Database) -> None:
+        first = await database.save_checkpoint("c", "plan", "tk-1", b"{}\0", 200, "text/x", "ann")
+        found = await database.load_checkpoint(first, "ann")
+        assert found is not None
+        assert found == (first, "ann", "c", "plan", "tk-1", b"{}\0", 200, "text/x", found.at_s)
+        assert await database.step_answer("c", "plan", "ann") == found
+        again = await database.save_checkpoint("c", "plan", "tk-2", b"new", owner="ann")
+        assert again != first
+        newest = await database.step_answer("c", "plan", "ann")
+        assert newest is not None
+        assert newest.answer == b"new"
+        assert await database.load_checkpoint(first, "ann") == found, "an id is for good"
+
+    with opened(tmp_path) as database:
+        asyncio.run(work(database))
+
+
+def test_nobody_gets_what_another_kept_under_the_same_names(tmp_path: Path) -> None:
+    async def work(database: Database) -> None:
+        checkpoint = await database.save_checkpoint("c", "plan", "tk-1", b"secret", owner="ann")
+        assert await database.step_answer("c", "plan", "bob") is None
+        assert await database.step_answer("c", "plan") is None
+        assert await database.load_checkpoint(checkpoint, "bob") is None
+        assert await database.step_answer("c", "other", "ann") is None
+
+    with opened(tmp_path) as database:
+        asyncio.run(work(database))
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    wall = Wall()
+
+    async def work(database: Database) -> None:
+        old = await database.save_checkpoint("c", "a", "r", b"1")
+        wall.now_s += 50
+        assert await database.load_checkpoint(old) is not None
+        wall.now_s += 51
+        assert await database.load_checkpoint(old) is None, "though it is not pruned yet"
+        await database.save_checkpoint("c", "b", "r", b"2")
+        assert await database.run(count) == 1
+
+    with opened(tmp_path, wall_s=wall, keep_s=100.0) as database:
+        asyncio.run(work(database))
+
+
+def test_checkpoints_have_a_bound(tmp_path: Path) -> None:
+    async def work(database: Database) -> None:
+        ids = [await database.save_checkpoint("c", str(n), "r", b"x" * 1_000) for n in range(100)]
+        kept = await database.run(count)
+        assert 18 <= kept <= 20
+        assert await database.load_checkpoint(ids[-1]) is not None
+        assert await database.load_checkpoint(ids[0]) is None
+
+    with opened(tmp_path, keep_bytes=20_000) as database:
+        asyncio.run(work(database))
+    with opened(tmp_path, keep_bytes=5_000) as database:
+        assert asyncio.run(database.run(count)) <= 5, "a smaller bound holds from the start"
+
+
+def count(db: sqlite3.Connection) -> int:
+    return int(db.execute("SELECT count(*) FROM checkpoints").fetchone()[0])
+
+
+def test_work_that_fails_changes_nothing(tmp_path: Path) -> None:
+    def half(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO breakers VALUES ('k', 'open', '', 0, NULL)")
+        db.execute("INSERT INTO breakers VALUES ('k', 'open', '', 0, NULL)")
+
+    with opened(tmp_path) as database:
+        with pytest.raises(DatabaseError, match=r"controller\.sqlite: UNIQUE"):
+            asyncio.run(database.run(half))
+        assert asyncio.run(database.breakers()) == []
+
+
+@pytest.mark.parametrize("schema", [2, 99])
+def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
+    with opened(tmp_path) as database:
+        asyncio.run(database.run(lambda db: db.execute(f"PRAGMA user_version = {schema}")))
+    with pytest.raises(DatabaseError, match=f"schema {schema} is not known.*reads schema {SCHEMA}"):
+        Database(tmp_path / "sub" / "controller.sqlite")
+
+
+def test_someone_elses_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sqlite"
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE t (a)")
+    other.close()
+    with pytest.raises(DatabaseError, match="schema 0 is not known"):
+        Database(path)
+
+
+@pytest.mark.parametrize("damage", ["no database", "zeros in it", "cut short"])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    with opened(tmp_path) as database:
+
+        async def fill() -> None:
+            for number in range(200):
+                await database.save_checkpoint("c", str(number), "r", b"x" * 3_000)
+
+        asyncio.run(fill())
+    path = tmp_path / "sub" / "controller.sqlite"
+    data = path.read_bytes()
+    if damage == "no database":
+        path.write_bytes(b"hello world" * 1_000)
+    elif damage == "zeros in it":
+        path.write_bytes(data[:4096] + bytes(len(data) - 4096))
+    else:
+        path.write_bytes(data[: len(data) // 3])
+    with pytest.raises(DatabaseError, match=r"controller\.sqlite.*move it away"):
+        Database(path)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        Database(tmp_path / "file" / "controller.sqlite")

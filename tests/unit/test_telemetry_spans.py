@@ -1,0 +1,133 @@
+"""Which requests are traced, and what goes to the replica."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from controller.config import Settings
+from controller.telemetry.spans import Spans
+from tests.telemetry_support import answer, call, dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+NOWHERE = "http://127.0.0.1:9"
+
+
+def spans(share: float, otlp: str = NOWHERE) -> Spans:
+    return Spans(Settings((), otlp=otlp, span_share=share), 0)
+
+
+@pytest.fixture
+def all_of_them() -> Iterator[Spans]:
+    made = spans(1.0)
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture
+def none_of_them() -> Iterator[Spans]:
+    made = spans(0.0)
+    yield made
+    asyncio.run(made.close())
+
+
+def test_the_callers_flag_decides(all_of_them: Spans, none_of_them: Spans) -> None:
+    sampled = call(1, traceparent=f"00-{TRACE}-{SPAN}-01")
+    none_of_them.arrived(sampled)
+    dispatch(sampled)
+    none_of_them.dispatched(sampled)
+    version, trace, span, flags = none_of_them.traceparent(sampled).split("-")
+    assert (version, trace, flags) == ("00", TRACE, "01")
+    assert span not in (SPAN, "0" * 16)
+    assert len(span) == 16
+    for header in (f"00-{TRACE}-{SPAN}-00", f"01-{TRACE}-{SPAN}-02-more"):
+        unsampled = call(2, traceparent=header)
+        all_of_them.arrived(unsampled)
+        assert unsampled.span is None
+        assert all_of_them.traceparent(unsampled) == header
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "nonsense", f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01",
+        f"ff-{TRACE}-{SPAN}-01", f"00-{TRACE.upper()}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE}-{SPAN}", f"00-{TRACE}-{SPAN}-1",
+    ],
+)  # fmt: skip
+def test_a_header_that_means_nothing_is_as_none(
+    header: str, all_of_them: Spans, none_of_them: Spans
+) -> None:
+    made = call(1, traceparent=header)
+    none_of_them.arrived(made)
+    assert made.span is None
+    all_of_them.arrived(made)
+    assert made.span is not None
+    assert TRACE not in all_of_them.traceparent(made)
+
+
+def test_a_share_of_the_others_is_traced_the_same_every_time() -> None:
+    first, second = spans(0.1), spans(0.1)
+    chosen: list[list[int]] = [[], []]
+    for number in range(5000):
+        for of, traced in zip((first, second), chosen, strict=True):
+            made = call(number)
+            of.arrived(made)
+            if made.span is not None:
+                traced.append(number)
+    assert chosen[0] == chosen[1]
+    assert 400 < len(chosen[0]) < 600
+    asyncio.run(first.close())
+    asyncio.run(second.close())
+
+
+def test_every_try_has_its_own_span_under_one_trace(all_of_them: Spans) -> None:
+    made = call(1)
+    all_of_them.arrived(made)
+    seen = []
+    for replica in (0, 1):
+        dispatch(made, replica)
+        all_of_them.dispatched(made)
+        seen.append(all_of_them.traceparent(made).split("-"))
+    assert seen[0][1] == seen[1][1]
+    assert seen[0][2] != seen[1][2]
+
+
+def test_without_an_address_nothing_is_traced_and_headers_pass() -> None:
+    off = spans(1.0, otlp="")
+    for header in ("", f"00-{TRACE}-{SPAN}-01"):
+        made = call(1, traceparent=header)
+        off.arrived(made)
+        dispatch(made)
+        off.dispatched(made)
+        assert made.span is None
+        assert off.traceparent(made) == header
+        off.settled(made, answer(made))
+    assert off.counts() == (0, 0, 0)
+    asyncio.run(off.close())
+
+
+def test_what_is_not_traced_costs_next_to_nothing(none_of_them: Spans) -> None:
+    """A gross bound, for machines that are busy: under 1 us was measured."""
+    made = [call(number) for number in range(300)]
+    settled = []
+    for one in made:
+        dispatch(one)
+        settled.append(answer(one))
+    best_s = 1.0
+    for _ in range(20):
+        began_s = time.perf_counter()
+        for one, so in zip(made, settled, strict=True):
+            none_of_them.arrived(one)
+            none_of_them.dispatched(one)
+            none_of_them.traceparent(one)
+            none_of_them.first_token(one)
+            none_of_them.settled(one, so)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    assert best_s / len(made) < 20e-6

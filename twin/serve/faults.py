@@ -1,0 +1,46 @@
+"""What can be made to go wrong, for drills: ``POST /twin/fault`` and ``DELETE /twin/fault``.
+
+One fault at a time. It strikes requests that arrive while it is on, each with the chance ``share``;
+``slow``, and ``hang`` with a share of 1, strike the engine itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Kind = Literal[
+    "http_500", "http_503", "http_400", "hang", "stall", "reset", "cut", "no_end", "empty", "null",
+    "abort", "truncated", "blank", "slow", "latency",
+]  # fmt: skip
+MIDWAY: tuple[Kind, ...] = ("stall", "reset", "cut", "no_end", "abort", "truncated")
+"""They strike when ``after_tokens`` tokens are out, at the latest at the end of the answer."""
+HOLLOW: tuple[Kind, ...] = ("empty", "null", "blank")
+"""The engine makes one token, and the answer has none."""
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that is wrong."""
+
+    kind: Kind
+    share: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+    """Of the requests that arrive."""
+    for_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
+    """Null: until it is taken away."""
+    after_tokens: Annotated[int, Meta(ge=0, le=2**20)] = 4
+    """0: right after a stream's headers."""
+    factor: Annotated[float, Meta(ge=0.01, le=1000.0)] = 4.0
+    """``slow``: steps take this many times as long."""
+    delay_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 1.0
+    """``latency``: before every answer."""
+
+    @property
+    def of_engine(self) -> bool:
+        """It strikes the engine, and so everything in flight."""
+        return self.kind == "slow" or (self.kind == "hang" and self.share == 1.0)
+
+
+read = msgspec.json.Decoder(Fault).decode
+"""Raises ``msgspec.DecodeError`` or ``msgspec.ValidationError``."""
