@@ -9,12 +9,17 @@ ifneq ($(wildcard ../shared/traces),)
 export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
-.PHONY: demo test test-live check oracle bench-twin dst scenarios scenarios-long format clean
+.PHONY: demo live-demo test test-live check oracle bench-twin bench-gateway dst scenarios \
+  scenarios-long scorecard soak format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
 	  --profile h100-sxm/qwen3-8b --replicas 4 \
 	  --profile h100-sxm/qwen3-embedding-0.6b --replicas 1 --out build/demo
+
+# Two replicas served by the twin, or with VLLM=1 by real vLLM on this CPU, and the controller.
+live-demo: $(if $(VLLM),.venv/dev,.venv/live)
+	$(BIN)/python -m $(if $(VLLM),tests.live.demo,controller.demo)
 
 test: .venv/dev
 	$(BIN)/pytest -m "not live" -n 2 --cov=policy --cov-report=term-missing:skip-covered
@@ -34,6 +39,15 @@ oracle: .venv/dev
 
 bench-twin: .venv/dev
 	$(BIN)/python -m tests.bench.bench_twin
+
+bench-gateway: .venv/dev
+	$(BIN)/python -m tests.bench.bench_gateway
+
+scorecard: .venv/dev
+	$(BIN)/python -m tests.bench.scorecard
+
+soak: .venv/dev
+	$(BIN)/python -m tests.bench.soak $(SOAK)
 
 dst: .venv/dev
 	$(BIN)/python -m tests.dst
@@ -58,6 +72,10 @@ clean:
 	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
 
+.venv/live: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q -c constraints.txt -e '.[live]'
+	touch $@ .venv/demo
+
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	touch $@ .venv/demo
+	touch $@ .venv/demo .venv/live

@@ -55,7 +55,7 @@ class Call:
     __slots__ = (
         "arrived_ns", "asked", "attempt", "body", "cached_tokens", "committed", "contradiction",
         "dispatched_ns", "done", "engine", "entered_ns", "events_sent", "finish_reason",
-        "first_ns", "gateway_ns", "last_ns", "last_sent_ns", "name", "network_ns",
+        "first_ns", "gateway_ns", "kept", "last_ns", "last_sent_ns", "name", "network_ns",
         "output_tokens", "prompt_tokens", "replica", "request", "response", "second", "sent_ns",
         "served_status", "settled", "settled_ns", "span", "tail", "tier", "tries", "web",
     )  # fmt: skip
@@ -100,6 +100,8 @@ class Call:
         """HTTP status that a 4xx of the server is passed on with."""
         self.body = b""
         """The server's answer, where it is no stream."""
+        self.kept = b""
+        """A stream's answer in one piece, where it becomes a chain's state."""
         self.tail: list[bytes] = []
         """Events held back until the outcome is known."""
         self.committed = False

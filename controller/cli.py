@@ -414,9 +414,10 @@ def _announce(settings: Settings, running: Running) -> None:
     from controller.admin.token import token_path
 
     parameters = running.driver.parameters
-    servers = len(settings.upstreams)
+    count = len(settings.upstreams)
+    servers = "1 server" if count == 1 else f"{count} servers"
     click.echo(f"twinkeel serving {running.url}")
-    click.echo(f"  policy {parameters.name} ({parameters.discipline}), {servers} upstreams")
+    click.echo(f"  policy {parameters.name} ({parameters.discipline}), {servers}")
     if settings.observe:
         click.echo("  observing only: everything is passed on as it comes")
     token = "as given" if settings.admin_token else f"in {token_path(settings)}"

@@ -50,6 +50,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_bytes_most: int = 8 * 1024 * 1024
     header_bytes_most: int = 16 * 1024
     """Of one header line."""
+    header_s_most: Seconds = 10.0
+    """Until a new connection's first request has to have its headers there."""
     body_s_most: Seconds = 30.0
     """Until the whole body has to be there."""
     idle_s_most: Seconds = 75.0

@@ -110,7 +110,7 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._givers: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._flusher: asyncio.TimerHandle | None = None
+        self._repeated: list[asyncio.TimerHandle] = []
         self.streams = Streams(clock, settings.limits.unread_s_most)
         self.client = Client(self, settings.features, traceparent, not settings.keys)
         self._runner = Runner(policy, clock, self._apply, self._arm, log)
@@ -126,7 +126,7 @@ class Driver:
         """
         self._errands = errands
         self.suspect = suspect
-        self._flush()
+        self.every(FLUSH_S, self._log.flush)
 
     def listen(self, listener: Listener) -> None:
         """Tell it what happens from now on; of what it does not override it is not told."""
@@ -224,11 +224,11 @@ class Driver:
             await asyncio.sleep(SILENCE_S)
         if replica.up:
             return
-        for call in [each for each in self.calls.values() if each.attempt in replica.attempts]:
-            attempt = call.attempt
-            if attempt is not None:
-                attempt.cancel()
-                self.feed(Failed(call.request, replica.id, "replica_lost"))
+        for call in list(self.calls.values()):
+            for task in (call.attempt, call.second):
+                if task in replica.attempts:
+                    task.cancel()
+                    self.feed(Failed(call.request, replica.id, "replica_lost"))
 
     # ---- time ----
 
@@ -246,9 +246,15 @@ class Driver:
             self._timer = None
             self._runner.tick()
 
-    def _flush(self) -> None:
-        self._log.flush()
-        self._flusher = self._loop.call_later(FLUSH_S, self._flush)
+    def every(self, s: float, work: Callable[[], object]) -> None:
+        """Do ``work`` again and again, until ``close``."""
+
+        def again() -> None:
+            self._repeated[number] = self._loop.call_later(s, again)
+            work()
+
+        number = len(self._repeated)
+        self._repeated.append(self._loop.call_later(s, again))
 
     # ---- decisions ----
 
@@ -323,7 +329,7 @@ class Driver:
 
     async def close(self) -> None:
         """Stop timers and calls; the log is the owner's to close."""
-        for handle in (self._timer, self._flusher):
+        for handle in (self._timer, *self._repeated):
             if handle is not None:
                 handle.cancel()
         tasks = [*self._givers]

@@ -6,6 +6,7 @@ Each is answered by one event.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from controller.upstream import judge
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from controller.upstream.client import Client
     from controller.upstream.replica import Replica
     from policy.decisions import Decision
+
+LOGGER = logging.getLogger("twinkeel")
 
 
 class Checkpoints(Protocol):
@@ -83,7 +86,7 @@ class Errands:
         elif isinstance(decision, Verify):
             self._verify(decision)
         elif isinstance(decision, SaveCheckpoint):
-            self._spawn(self._save(decision))
+            self._spawn(self._save(decision, self._driver.calls[decision.request]))
         elif isinstance(decision, LookUp):
             self._look_up(decision)
         elif isinstance(decision, Warm):
@@ -132,7 +135,9 @@ class Errands:
         request = call.request
         try:
             text, tokens = await self._client.second(call, replica)
-        except TryFailed:
+        except Exception as error:  # whatever it was, its caller waits
+            if not isinstance(error, TryFailed):
+                LOGGER.exception("the second run on %s failed", replica.name)
             self._driver.feed(Verified(request, replica.id, "failed"))
             return
         wrong, first = judge.whole(call.body, call.asked.endpoint)
@@ -142,12 +147,12 @@ class Errands:
 
     # ---- checkpoints and kept answers ----
 
-    async def _save(self, decision: SaveCheckpoint) -> None:
-        call = self._driver.calls[decision.request]
+    async def _save(self, decision: SaveCheckpoint, call: Call) -> None:
+        answer = call.kept or call.body
         try:
             checkpoint = await self._checkpoints.save_checkpoint(
-                decision.chain, decision.step, call.name, call.body, 200, "application/json",
-                call.asked.tenant,
+                decision.chain, decision.step, call.name, answer, 200, "application/json",
+                call.asked.user,
             )  # fmt: skip
         except Exception as error:  # whatever the store's trouble is, the caller gets its answer
             self._driver.trouble("checkpoint", f"the chain's state was not saved: {error}")

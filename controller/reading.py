@@ -31,6 +31,8 @@ class Reader:
         self._driver = driver
         self._log = log
         self._sinks = sinks
+        self.observed: Callable[[], Mapping[str, int] | None] = lambda: None
+        """With ``observe``: what the policy would have done."""
 
     def waiting(self) -> Mapping[str, int]:
         """Requests in the policy's queue, by tier; ``held``: those that a limit keeps back."""
@@ -45,5 +47,6 @@ class Reader:
                 key = call.replica, call.tier
                 in_flight[key] = in_flight.get(key, 0) + 1
         return State(
-            driver.now_ns(), self.waiting(), in_flight, self._log(), self._sinks(), driver.draining
-        )
+            driver.now_ns(), self.waiting(), in_flight, self._log(), self._sinks(), driver.draining,
+            self.observed() or {},
+        )  # fmt: skip

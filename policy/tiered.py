@@ -526,8 +526,11 @@ class Tiered:
         retries = self._parameters.retries
         if opened.tries >= retries.tries_most or now_ns >= job.due_ns:
             return False
-        # What a lost replica held is no storm, and a request being retried has its place.
-        if not opened.tried and kind not in LOST:
+        # What a lost or ejected replica held is no storm: it gets nothing new to fail. And a request
+        # that is being retried has its place.
+        host = self.hosts.get(opened.replica)
+        gone = kind in LOST or host is None or host.out
+        if not opened.tried and not gone:
             budget = max(
                 retries.budget_least, len(self._facts.open) * retries.budget_permille // 1000
             )

@@ -16,7 +16,9 @@ from aiohttp import web
 from controller.call import Call
 from controller.gateway import asking, editing, errors
 from controller.gateway.asking import BadRequest
+from controller.gateway.slow import let_go
 from controller.gateway.streams import CallerGone
+from controller.store.database import Database, DatabaseError
 from controller.telemetry.timing import server_timing, timing_object
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from controller.driver import Driver
     from controller.gateway.answers import Answers
     from controller.gateway.keys import Keys
-    from controller.store.database import Database
     from policy.decisions import Settled
     from policy.events import Endpoint
 
@@ -66,6 +67,7 @@ class Gateway:
         self.closed = False
         """New requests are refused."""
         self._sweeper: asyncio.Task[None] | None = None
+        self._guard: asyncio.Task[None] | None = None
         self._comments: set[asyncio.Task[None]] = set()
 
     def app(self, openapi: bytes) -> web.Application:
@@ -92,8 +94,14 @@ class Gateway:
     def start(self) -> None:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
+    def guard(self, runner: web.AppRunner) -> None:
+        """From now on let go of callers that open a connection and do not get their request out."""
+        self._guard = asyncio.get_running_loop().create_task(
+            let_go(runner, self._limits.header_s_most)
+        )
+
     async def close(self) -> None:
-        for task in [self._sweeper, *self._comments]:
+        for task in [self._sweeper, self._guard, *self._comments]:
             if task is not None:
                 task.cancel()
 
@@ -224,14 +232,21 @@ class Gateway:
     async def _body_of(self, call: Call, settled: Settled) -> bytes:
         """What is delivered in one piece; empty: the stream's own end."""
         if settled.why == "checkpoint":
-            asked = call.asked
-            stored = await self._database.step_answer(asked.chain, asked.step, asked.tenant)
-            return stored.answer if stored is not None else _template(call)
+            return await self._stored(call, settled) or _template(call)
         if settled.why == "cached":
             return call.body
         if settled.why == "template" or not (call.body or call.tail):
             return b"" if call.events_sent else _template(call)
         return call.body
+
+    async def _stored(self, call: Call, settled: Settled) -> bytes:
+        """The answer that this step of the chain had before; empty: it is not there any more."""
+        try:
+            stored = await self._database.load_checkpoint(settled.checkpoint, call.asked.user)
+        except DatabaseError as error:
+            self._driver.trouble("checkpoint", str(error))
+            return b""
+        return b"" if stored is None else stored.answer
 
     async def _tell_error_inside(self, call: Call, settled: Settled) -> web.StreamResponse:
         """The stream has begun: an error event, and no ``[DONE]``."""
@@ -245,9 +260,14 @@ class Gateway:
     ) -> web.StreamResponse:
         response = web.Response(body=body, status=status, headers=headers, content_type=JSON)
         try:
-            await response.prepare(call.web)
-            await response.write_eof()
+            async with asyncio.timeout(self._limits.unread_s_most):
+                await response.prepare(call.web)
+                await response.write_eof()
         except (ConnectionError, RuntimeError):
+            raise CallerGone from None
+        except TimeoutError:
+            if call.web.transport is not None:
+                call.web.transport.abort()
             raise CallerGone from None
         return response
 

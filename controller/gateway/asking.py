@@ -101,9 +101,11 @@ def read(
     """
     document = _document(body)
     model = document.get("model", "")
-    if not isinstance(model, str):
-        raise BadRequest(f"model is {_shown(model)}: it must be a string", "model")
-    stream = document.get("stream") is True and endpoint != "embeddings"
+    if not isinstance(model, str) or not model.isprintable():
+        raise BadRequest(f"model is {_shown(model)}: it must be a printable string", "model")
+    stream = document.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise BadRequest(f"stream is {_shown(stream)}: it must be true or false", "stream")
     options = document.get("stream_options")
     chat = endpoint == "chat"
     texts = list(_chat_texts(document) if chat else _prompt_texts(document, endpoint))
@@ -114,7 +116,7 @@ def read(
     user = _name(header("x-twinkeel-user"), "x-twinkeel-user")
     if not user:
         given = document.get("user")
-        user = given[:NAME_MOST] if isinstance(given, str) else ""
+        user = given[:NAME_MOST] if isinstance(given, str) and given.isprintable() else ""
     sla = header("x-twinkeel-sla", sla)
     if sla not in SLA:
         raise BadRequest(f"x-twinkeel-sla is {sla[:20]!r}: use P0, P1 or P2", "x-twinkeel-sla")
@@ -124,7 +126,7 @@ def read(
         body=body,
         document=document,
         model=model,
-        stream=stream,
+        stream=stream is True and endpoint != "embeddings",
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
         max_tokens=_max_tokens(document),
         prompt_bytes=prompt_bytes,
@@ -140,7 +142,7 @@ def read(
         tenant=name,
         prefix=fingerprints(texts, secret) if prompt_bytes >= PREFIX_BLOCK_BYTES else (),
         prefix_block_bytes=PREFIX_BLOCK_BYTES if prompt_bytes >= PREFIX_BLOCK_BYTES else 0,
-        traceparent=header("traceparent", ""),
+        traceparent=sendable(header("traceparent")),
     )
 
 
@@ -233,7 +235,14 @@ def _name(value: str | None, header: str) -> str:
         raise BadRequest(
             f"{header} has {len(value)} characters: at most {NAME_MOST}", header, status=400
         )
+    if not value.isprintable():  # what is no UTF-8 in a header cannot be written to a log
+        raise BadRequest(f"{header} has characters that cannot be printed", header)
     return value
+
+
+def sendable(value: str | None) -> str:
+    """A header that can be passed on as it is; empty otherwise."""
+    return value if value and value.isascii() and value.isprintable() else ""
 
 
 def _deadline_ns(value: str | None) -> int:

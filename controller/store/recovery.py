@@ -7,7 +7,7 @@ for byte; otherwise the policy starts afresh, with the clock and the request ids
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -69,14 +69,14 @@ def recover(folder: Path, fallback: Parameters | None = None) -> Recovered | Non
     notes: list[str] = []
     for index, path in reversed(segments(folder)):
         try:
-            segment = read_segment(path.read_bytes())
+            data = path.read_bytes()
+            read_segment(data)
         except LogError as error:
             aside = path.with_name(f"{path.name}.torn")
             path.rename(aside)
             notes.append(f"segment {index} cannot be used ({error}), it is now {aside.name}")
             continue
-        records = list(_readable(segment, notes))
-        recovered = _resumed(segment, records, notes) or _afresh(folder, segment, records, fallback)
+        recovered = _resumed(data, notes) or _afresh(data, folder, fallback)
         return recovered._replace(note="; ".join(notes))
     return None
 
@@ -89,15 +89,15 @@ def _readable(segment: Segment, notes: list[str]) -> Iterator[Record]:
         notes.append(f"segment {segment.header.segment} is used up to where it is damaged: {error}")
 
 
-def _resumed(segment: Segment, records: list[Record], notes: list[str]) -> Recovered | None:
+def _resumed(data: bytes, notes: list[str]) -> Recovered | None:
     """The policy that wrote the segment; None, with a note: its state cannot be used."""
+    segment = read_segment(data)
     header = segment.header
     ours = header.code_hash == code_hash()
     try:
         parameters = from_canonical(header.policy)
         policy = restore(parameters, segment.snapshot)
-        if not _replayed(policy, records, compare=not ours):
-            raise ValueError("replayed, it decides otherwise than it did")
+        steps, last_ns = _replayed(policy, _readable(segment, notes), compare=not ours)
         facts = _facts(policy)
     except Exception as error:  # a state of other code can break in any way
         by = "" if ours else f", which other policy code wrote ({header.code_hash}),"
@@ -109,37 +109,41 @@ def _resumed(segment: Segment, records: list[Record], notes: list[str]) -> Recov
     return Recovered(
         policy=policy,
         parameters=policy.parameters if isinstance(policy, Service) else parameters,
-        **_clock(segment, records),
+        last_ns=max(last_ns, header.start_ns),
+        wall_ns_of_last=header.wall_ns + max(last_ns, header.start_ns),
         open=tuple(facts.open.values()),
         next_request=facts.highest + 1,
         next_replica=facts.highest_replica + 1,
         segment=header.segment,
-        records=len(records),
+        records=steps,
     )
 
 
-def _afresh(
-    folder: Path, segment: Segment, records: list[Record], fallback: Parameters | None
-) -> Recovered:
+def _afresh(data: bytes, folder: Path, fallback: Parameters | None) -> Recovered:
     """A policy without memory, at the same clock and with request ids that go on."""
+    segment = read_segment(data)
+    header = segment.header
     parameters = fallback
     if parameters is None:
         try:
-            parameters = from_canonical(segment.header.policy)
+            parameters = from_canonical(header.policy)
         except msgspec.MsgspecError:
             parameters = Parameters()
     open_: dict[int, Open] = {}
-    for record in records:
+    last_ns = header.start_ns
+    for record in _readable(segment, []):  # what is damaged was noted before
+        last_ns = record.now_ns
         if isinstance(record.event, Arrived):
             open_[record.event.request] = Open(record.event, record.now_ns)
         for decision in record.decisions:
             if isinstance(decision, Settled):
                 open_.pop(decision.request, None)
-    index = segment.header.segment
+    index = header.segment
     return Recovered(
         policy=build_policy(parameters),
         parameters=parameters,
-        **_clock(segment, records),
+        last_ns=last_ns,
+        wall_ns_of_last=header.wall_ns + last_ns,
         open=tuple(open_.values()),
         next_request=_highest(folder, index, Arrived, "request") + 1,
         next_replica=_highest(folder, index, ReplicaUp, "replica") + 1,
@@ -148,29 +152,21 @@ def _afresh(
     )
 
 
-class _Clock(TypedDict):
-    last_ns: int
-    wall_ns_of_last: int
+def _replayed(policy: Policy, records: Iterator[Record], compare: bool) -> tuple[int, int]:
+    """Feed the records; how many there were, and the clock at the last.
 
-
-def _clock(segment: Segment, records: list[Record]) -> _Clock:
-    header = segment.header
-    last_ns = records[-1].now_ns if records else header.start_ns
-    return {"last_ns": last_ns, "wall_ns_of_last": header.wall_ns + last_ns}
-
-
-def _replayed(policy: Policy, records: list[Record], compare: bool) -> bool:
-    """Feed the records; False: with ``compare``, a decision differs from the logged one."""
+    Raises:
+        ValueError: with ``compare``, a decision differs from the logged one.
+    """
     step = policy.step
-    if not compare:
-        for record in records:
-            step(record.now_ns, record.event)
-        return True
+    steps = last_ns = 0
     for record in records:
-        decisions = tuple(step(record.now_ns, record.event))
-        if _ENCODER.encode(decisions) != _ENCODER.encode(record.decisions):
-            return False
-    return True
+        last_ns = record.now_ns
+        decisions = tuple(step(last_ns, record.event))
+        steps += 1
+        if compare and _ENCODER.encode(decisions) != _ENCODER.encode(record.decisions):
+            raise ValueError(f"replayed, it decides otherwise than it did at {last_ns} ns")
+    return steps, last_ns
 
 
 def _facts(policy: Policy) -> Facts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,7 +21,7 @@ from controller.telemetry.fairness import Fairness
 from controller.telemetry.tallies import NS_PER_S, OTHER, Counter, Histogram, Names
 from controller.telemetry.timing import HOPS
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Verify
-from policy.events import Failed, ReplicaDown, ReplicaUp, Scraped
+from policy.events import Event, Failed, ReplicaDown, ReplicaUp, Scraped
 from policy.outcomes import CALLERS_FAULT
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from controller.call import Call, EngineTimes
     from controller.telemetry.tallies import Cell
     from policy.decisions import BreakerState, Decision, Settled
-    from policy.events import Event
 
 # Dense around what is promised (.8, 1.2 and 3 s) and the deadlines (1.5, 4 and 10 s).
 LATENCY_S = (
@@ -75,10 +74,10 @@ FIGURES_MOST = 100
 class LogHealth(NamedTuple):
     """How the writing of the decision log goes."""
 
-    lag_ns: int = 0
-    """Age of the oldest record that is not written yet; 0: all are."""
-    dropped: int = 0
-    """Records that were never written, since the start."""
+    waiting_bytes: int = 0
+    """Handed over and not written yet: how far it lags behind."""
+    dropped_bytes: int = 0
+    """Never written, since the start."""
     segment: int = 0
     """Number of the one being written."""
 
@@ -106,6 +105,8 @@ class State(NamedTuple):
     sinks: Mapping[str, Sink] = {}
     """By name, such as ``spans``, ``webhook``, ``trace``."""
     draining: bool = False
+    shadow: Mapping[str, float] = {}
+    """What observe mode would have done so far, as figures by name."""
 
 
 class StateReader(Protocol):
@@ -128,7 +129,6 @@ class Metrics(Listener):
         self._fairness = Fairness()
         self._deadline_ns = {sla: round(s * NS_PER_S) for sla, s in DEADLINE_S.items()}
         self._policy = ("", "")
-        self._shadow: dict[str, float] = {}
         self._open = 0
         self._streams = 0
         self._begin_names()
@@ -174,10 +174,6 @@ class Metrics(Listener):
     def rejected(self, http_code: int) -> None:
         """The gateway refused a request itself: unauthorised, malformed, too large, too many."""
         self._rejections.add((str(http_code),))
-
-    def shadow_report(self, report: Mapping[str, float]) -> None:
-        """What observe mode would have done so far, as figures by name."""
-        self._shadow = dict(list(report.items())[:FIGURES_MOST])
 
     # The listener
 
@@ -289,15 +285,15 @@ class Metrics(Listener):
             return
         if not complete:
             self._offered.add(series)
+            self._met.add(series, 0)  # without it, a share of nothing met would be no number
             return
         if ttft_ns < 0:  # in one piece, and its engine does not say: not before it was sent there
             ttft_ns = call.settled_ns - call.arrived_ns
-            queue_ns = call.dispatched_ns - call.arrived_ns
+            queue_ns = max(call.dispatched_ns, call.arrived_ns) - call.arrived_ns
             if asked.endpoint != "embeddings" and queue_ns <= limit_ns < ttft_ns:
                 return
         self._offered.add(series)
-        if ttft_ns <= limit_ns and tpot_ns <= TPOT_MOST_NS:
-            self._met.add(series)
+        self._met.add(series, int(ttft_ns <= limit_ns and tpot_ns <= TPOT_MOST_NS))
 
     # Replicas, breakers, alerts
 
@@ -353,7 +349,7 @@ class Metrics(Listener):
         self._alerts.add((self._alert_kinds(decision.key.partition(" ")[0]),))
 
     def _refused_event(self, decision: Refused) -> None:
-        self._refusals.add((self._reasons(decision.event),))
+        self._refusals.add((decision.event,))
 
     def _scaled(self, decision: Scaled) -> None:
         if decision.pool in self._served:
@@ -405,6 +401,8 @@ class Metrics(Listener):
         self._moves = counter("rotations", "Moves in the rotation", "replica", "state")
         self._alerts = counter("alerts", "Alerts, by the first word of their key", "kind")
         self._refusals = counter("refused_events", "Events that the policy refused", "event")
+        for event in get_args(Event):  # from 0, so that the first one shows as an increase
+            self._refusals.add((event.__name__,), 0)
 
     def _begin_histograms(self) -> None:
         self._histograms: list[Histogram] = []
@@ -446,6 +444,11 @@ class Metrics(Listener):
         yield from self._of_state(state)
         yield from self._of_replicas(state.now_ns)
         yield from self._of_service(state.now_ns)
+        figures = list(state.shadow.items())[:FIGURES_MOST]
+        yield _gauge(
+            "shadow", "Figures of observe mode: what would have been done", ("figure",),
+            {(figure,): value for figure, value in figures},
+        )  # fmt: skip
 
     def _info(self) -> Iterator[Metric]:
         name, hash = self._policy
@@ -471,11 +474,13 @@ class Metrics(Listener):
         yield _gauge("open_streams", "Of these, streams", (), {(): self._streams})
         yield _gauge("draining", "1 once no new requests are taken", (), {(): state.draining})
         log = state.log
-        lag_s = log.lag_ns / NS_PER_S
-        yield _gauge("log_lag_seconds", "Age of the oldest unwritten record", (), {(): lag_s})
+        yield _gauge(
+            "log_waiting_bytes", "Of the decision log, not written yet", (),
+            {(): log.waiting_bytes},
+        )  # fmt: skip
         yield _gauge("log_segment", "Number of the log's segment", (), {(): log.segment})
         yield CounterMetricFamily(
-            "twinkeel_log_dropped", "Records of the log that were never written", log.dropped
+            "twinkeel_log_dropped_bytes", "Of the decision log, never written", log.dropped_bytes
         )
         sinks = CounterMetricFamily(
             "twinkeel_sink_items", "Handed on to others", labels=("sink", "result")
@@ -531,10 +536,6 @@ class Metrics(Listener):
         yield _gauge(
             "wanted_replicas", "Replicas that a pool should have", ("pool",),
             {(pool,): count for pool, count in self._wanted.items()},
-        )  # fmt: skip
-        yield _gauge(
-            "shadow", "Figures of observe mode: what would have been done", ("figure",),
-            {(figure,): value for figure, value in self._shadow.items()},
         )  # fmt: skip
 
 

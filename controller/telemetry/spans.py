@@ -61,7 +61,6 @@ CLOSE_S = 2.0
 EXPORT_S = 5.0
 """When sending a batch is given up, tries included."""
 PENDING_MOST = 8192
-"""Spans that wait to be exported; those of a request that finds no room are not made."""
 TRIES_MOST = 32
 TEXT_MOST = 256
 """Characters of a name that a caller gave."""
@@ -111,6 +110,8 @@ class Spans(Listener):
         settings: ``otlp`` says where spans go (empty: nothing is traced), ``span_share`` how many.
         epoch_ns_at_zero: time of day, since 1970, when the log's clock was 0.
         replica_url: where a replica is, by its id.
+        pending_most: spans that may wait to be exported; those of a request that finds no room are
+            not made.
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class Spans(Listener):
         settings: Settings,
         epoch_ns_at_zero: int,
         replica_url: Callable[[int], str] = lambda replica: "",
+        pending_most: int = PENDING_MOST,
     ) -> None:
+        self._pending_most = pending_most
         self._epoch_ns = epoch_ns_at_zero
         self._replica_url = replica_url
         self._host, self._port = settings.host, settings.port
@@ -128,6 +131,8 @@ class Spans(Listener):
         """Traced ones, by the policy's id."""
         self._dropped = 0
         self._made = 0
+        self._over = False
+        """Closed: what was not sent never will be."""
         self._ids = _Ids()
         self._exporter: _Counted | None = None
         if settings.otlp:
@@ -136,8 +141,8 @@ class Spans(Listener):
     def _begin(self, endpoint: str) -> None:
         self._exporter = _Counted(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S))
         self._processor = BatchSpanProcessor(
-            self._exporter, max_queue_size=PENDING_MOST, schedule_delay_millis=1000,
-            max_export_batch_size=512,
+            self._exporter, max_queue_size=self._pending_most, schedule_delay_millis=1000,
+            max_export_batch_size=min(512, self._pending_most),
         )  # fmt: skip
         provider = TracerProvider(
             sampler=ALWAYS_ON,  # whether to trace is decided before a span is made
@@ -153,7 +158,8 @@ class Spans(Listener):
         exporter = self._exporter
         if exporter is None:
             return Sink()
-        return Sink(exporter.sent, exporter.failed, self._dropped)
+        failed = self._made - exporter.sent if self._over else exporter.failed
+        return Sink(exporter.sent, failed, self._dropped)
 
     def traceparent(self, call: Call) -> str:
         """What goes to the replica with the try that was dispatched last; empty: nothing."""
@@ -182,6 +188,7 @@ class Spans(Listener):
                 await over.wait()
         except TimeoutError:
             exporter.shutdown()  # wakes it from its wait between tries
+        self._over = True
 
     # The listener
 
@@ -241,7 +248,7 @@ class Spans(Listener):
         self._open.pop(call.request, None)
         spans = 2 * len(trace.tries) + 2
         assert self._exporter is not None
-        if self._made - self._exporter.taken + spans > PENDING_MOST:
+        if self._made - self._exporter.taken + spans > self._pending_most:
             self._dropped += 1
         else:
             self._make(call, settled, trace)

@@ -7,12 +7,13 @@ gave ``Abort``) says nothing any more, and closes its connection: vLLM then drop
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from controller.gateway import editing
-from controller.gateway.asking import prompt_text
+from controller.gateway.asking import prompt_text, sendable
 from controller.gateway.streams import CallerGone
 from controller.upstream import judge, outgoing, sse
 from controller.upstream.sse import BROKEN, DONE, ERROR, FINISH, NOTHING, TEXT, USAGE
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from policy.decisions import Dispatch
     from policy.events import ErrorKind
 
-ERROR_BODY_MOST = 1 << 20
+LOGGER = logging.getLogger("twinkeel")
 
 
 class TryFailed(Exception):
@@ -76,7 +77,7 @@ class Client:
             call.gateway_ns += call.sent_ns - began_ns
             async with replica.post(asked.path, body, headers) as answer:
                 kind = answer.content_type
-                if answer.status == 200 and kind == "text/event-stream":
+                if answer.status == 200 and kind == "text/event-stream" and asked.stream:
                     finished = await _Stream(driver, call, replica, self._features).run(answer)
                 else:
                     finished = await self._whole(call, replica, answer)
@@ -85,6 +86,9 @@ class Client:
         except CallerGone:
             driver.cancel(call)
             return
+        except aiohttp.ConnectionTimeoutError:
+            failed = "replica_lost"
+            driver.suspect(replica)
         except TimeoutError:
             failed = "timeout"
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError) as error:
@@ -92,6 +96,9 @@ class Client:
             failed = "stream_cut" if cut else "replica_lost"
             driver.suspect(replica)
         except aiohttp.ClientError:  # its HTTP cannot be read
+            failed = "malformed"
+        except Exception:  # whatever a server makes of us, the request must have its outcome
+            LOGGER.exception("the answer of %s could not be taken", replica.name)
             failed = "malformed"
         else:
             driver.feed(finished)
@@ -107,11 +114,11 @@ class Client:
         traceparent = self._traceparent(call)
         if traceparent:
             headers["traceparent"] = traceparent
-            tracestate = call.web.headers.get("tracestate")
+            tracestate = sendable(call.web.headers.get("tracestate"))
             if tracestate:
                 headers["tracestate"] = tracestate
         if self._pass_authorization:
-            authorization = call.web.headers.get("Authorization")
+            authorization = sendable(call.web.headers.get("Authorization"))
             if authorization:
                 headers["Authorization"] = authorization
         return headers
@@ -132,7 +139,7 @@ class Client:
         if wrong is not None or read is None:
             raise TryFailed(wrong or "malformed")
         usage = read.usage or sse.Usage()
-        tokens = usage.completion_tokens or 0
+        tokens = sse.bounded(usage.completion_tokens)
         replica.tokens += max(1, tokens)
         certainties = judge.Certainties()
         for choice in read.choices:
@@ -166,11 +173,11 @@ class Client:
                 status = answer.status
         except (aiohttp.ClientError, OSError, TimeoutError):
             raise TryFailed("replica_lost") from None
-        kind = judge.of_status(status, data)
+        kind: ErrorKind | None = judge.of_status(status, data)
         wrong, read = (kind, None) if kind else judge.whole(data, call.asked.endpoint)
         if wrong is not None or read is None:
             raise TryFailed(wrong or "malformed")
-        tokens = (read.usage.completion_tokens or 0) if read.usage else 0
+        tokens = sse.bounded(read.usage.completion_tokens) if read.usage else 0
         replica.tokens += max(1, tokens)
         return judge.text_of(read), tokens
 
@@ -179,8 +186,8 @@ class _Stream:
     """Passes one stream on, and watches it."""
 
     __slots__ = (
-        "_call", "_certainties", "_confidence", "_driver", "_finish", "_held", "_replica",
-        "_said", "_strip", "_usage",
+        "_call", "_certainties", "_confidence", "_driver", "_finish", "_held", "_kept",
+        "_replica", "_said", "_strip", "_usage",
     )  # fmt: skip
 
     def __init__(self, driver: Driver, call: Call, replica: Replica, features: Features) -> None:
@@ -191,6 +198,8 @@ class _Stream:
         self._strip = features.confidence and not outgoing.wants_logprobs(call.asked)
         self._held: list[bytes] = []
         """Events before the first token: nothing has been passed on yet."""
+        self._kept: list[bytes] | None = [] if call.asked.chain else None
+        """All events, where the answer becomes a chain's state."""
         self._said = False
         self._finish = ""
         self._usage: sse.Usage | None = None
@@ -226,6 +235,8 @@ class _Stream:
         """Look at an event and put what is to be passed on into ``out``; was it the end?"""
         call = self._call
         kind, chunk = sse.read(event)
+        if self._kept is not None:
+            self._kept.append(event)
         if kind == TEXT:
             if call.tail:  # another choice goes on
                 self._pass(call.tail, out)
@@ -309,6 +320,11 @@ class _Stream:
             _rejected(self._call, code, sse.payload(event))
         raise TryFailed(kind)
 
+    def _keep(self) -> None:
+        if self._kept is not None:
+            chat = self._call.asked.endpoint == "chat"
+            self._call.kept = editing.as_whole([sse.payload(each) for each in self._kept], chat)
+
     async def _end(self, answer: aiohttp.ClientResponse) -> Finished:
         """Read what may follow ``[DONE]``, so that the connection can be used again."""
         if not answer.content.at_eof():
@@ -318,7 +334,8 @@ class _Stream:
             except (TimeoutError, aiohttp.ClientError, OSError):
                 answer.close()  # it said everything
         usage = self._usage or sse.Usage(0, self._call.output_tokens)
-        tokens = usage.completion_tokens or 0
+        tokens = sse.bounded(usage.completion_tokens)
+        self._keep()
         self._call.finish_reason = self._finish
         return _finished(self._driver, self._call, self._replica, usage, tokens, self._certainties)
 
@@ -332,13 +349,14 @@ def _finished(
     certainties: judge.Certainties,
 ) -> Finished:
     """The event, and what the call keeps of it."""
-    call.prompt_tokens = usage.prompt_tokens
+    prompt_tokens = sse.bounded(usage.prompt_tokens)
+    call.prompt_tokens = prompt_tokens
     call.cached_tokens = usage.cached_tokens
     call.output_tokens = tokens
     mean, worst, close = certainties.features() if certainties.tokens else (-1, -1, -1)
     return Finished(
-        call.request, replica.id, max(0, usage.prompt_tokens), usage.cached_tokens,
-        max(0, tokens), mean, worst, close, call.contradiction,
+        call.request, replica.id, prompt_tokens, usage.cached_tokens, tokens, mean, worst, close,
+        call.contradiction,
     )  # fmt: skip
 
 

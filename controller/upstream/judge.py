@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from policy.events import Endpoint, ErrorKind
 
 NS_PER_MS = 1_000_000
+MS_MOST = 1e9
 
 
 class _Message(msgspec.Struct):
@@ -62,7 +63,7 @@ def whole(body: bytes, endpoint: Endpoint) -> tuple[ErrorKind | None, Whole | No
         return "empty", None
     try:
         answer = _decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
         return "malformed", None
     if answer.error is not None:
         return of_error(answer.error), answer
@@ -72,6 +73,8 @@ def whole(body: bytes, endpoint: Endpoint) -> tuple[ErrorKind | None, Whole | No
     if not answer.choices:
         return "empty", answer
     for choice in answer.choices:
+        if not choice.finish_reason:
+            return "malformed", answer
         if choice.finish_reason == "abort":
             return "stream_cut", answer
         if choice.finish_reason != "length" and not _has_content(choice):
@@ -119,7 +122,9 @@ def of_status(status: int, body: bytes) -> ErrorKind | None:
 def of_error(error: Any) -> ErrorKind:
     """What an error inside an answer means."""
     code = error.get("code") if isinstance(error, dict) else None
-    if isinstance(code, int) and 400 <= code < 500 and code != 429:
+    if code in (429, 503):
+        return "backpressure"
+    if isinstance(code, int) and 400 <= code < 500:
         return "rejected"
     return "oom" if _out_of_memory(str(error).encode()) else "http_5xx"
 
@@ -134,7 +139,7 @@ def engine_times(metrics: Metrics | None) -> EngineTimes | None:
     if metrics is None:
         return None
     parts = (metrics.queue_time_ms, metrics.time_to_first_token_ms, metrics.generation_time_ms)
-    known = [round(part * NS_PER_MS) for part in parts if part is not None]
+    known = [round(part * NS_PER_MS) for part in parts if part is not None and 0 <= part < MS_MOST]
     return EngineTimes(*known) if len(known) == len(parts) else None
 
 
@@ -164,7 +169,7 @@ class Certainties:
                     self._take(each.values())
 
     def _take(self, values: Iterable[Any]) -> None:
-        self.tokens.append([float(at) for at in values if isinstance(at, (int, float))])
+        self.tokens.append([at for at in values if isinstance(at, float)])
 
     def features(self) -> tuple[int, int, int]:
         """Mean and worst entropy in millinats, and the share of close calls; -1: no logprobs."""

@@ -285,9 +285,10 @@ class Scraper:
         return replica.tokens
 
     def counts(self, replica: Replica) -> bool:
-        """Whether it has ever said how many output tokens it made: then not answering is a sign."""
+        """Whether it says how many output tokens it made, as far as is known: then not answering
+        is a sign."""
         known = self._known.get(replica.id)
-        return known is not None and known.base is not None
+        return known is None or known.asked_ns < 0 or known.base is not None
 
     def _of(self, replica: Replica) -> _Known:
         return self._known.setdefault(replica.id, _Known())

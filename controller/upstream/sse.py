@@ -14,6 +14,14 @@ TEXT, FINISH, USAGE, DONE, ERROR, NOTHING, BROKEN = range(7)
 (a role, a comment); not to be read."""
 
 
+COUNT_MOST = 1 << 40
+
+
+def bounded(count: int | None) -> int:
+    """A number of tokens, whatever the server says."""
+    return min(max(0, count or 0), COUNT_MOST)
+
+
 class Usage(msgspec.Struct):
     """Token counts; vLLM gives cached tokens with ``--enable-prompt-tokens-details``."""
 
@@ -25,7 +33,7 @@ class Usage(msgspec.Struct):
     def cached_tokens(self) -> int:
         details = self.prompt_tokens_details
         cached = 0 if details is None else details.cached_tokens or 0
-        return min(max(0, cached), self.prompt_tokens)
+        return min(max(0, cached), bounded(self.prompt_tokens))
 
 
 class _Details(msgspec.Struct):
@@ -136,7 +144,7 @@ def read(event: bytes) -> tuple[int, Event | None]:
         return DONE, None
     try:
         chunk = _decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
         return BROKEN, None
     if chunk.error is not None:
         return ERROR, chunk

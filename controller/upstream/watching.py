@@ -104,7 +104,7 @@ class Watcher:
     def suspect(self, replica: Replica) -> None:
         """A connection to it failed: look at once."""
         watch = self._watches.get(replica.id)
-        if watch is not None:
+        if watch is not None and replica.up:
             watch.wake.set()
 
     def paged(self, replica: Replica, page: Page, asked_ns: int) -> None:

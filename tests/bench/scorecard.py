@@ -53,18 +53,21 @@ def held(figures: Sequence[Figure]) -> str:
     return "holds" if not missed else "MISSED " + ", ".join(missed)
 
 
-async def drills(names: Sequence[str], against: str) -> list[tuple[Drill, Outcome]]:
+async def drills(
+    names: Sequence[str], against: str, more: Sequence[str]
+) -> list[tuple[Drill, Outcome]]:
     """Run those whose name is given, or all."""
     found = []
     for group, seats in GROUPS:
         chosen = [drill for drill in group if not names or drill.run.__name__ in names]
         if not chosen:
             continue
-        yard = Yard(OUT, against, seats)
+        yard = Yard(OUT, against, seats, more)
         try:
             await yard.start()
             for drill in chosen:
                 began_s = time.monotonic()
+                yard.drill = drill.run.__name__
                 try:
                     outcome = await drill.run(yard)
                 except Exception:  # the others shall still run; what is absent is complained of
@@ -84,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="The fault scorecard.")
     parser.add_argument("names", nargs="*", help="drills to run; all if none is given")
     parser.add_argument("--against", choices=("controller", "bare"), default="controller")
+    parser.add_argument("--option", action="append", default=[], help="of `twinkeel serve`")
     parser.add_argument("--list", action="store_true", help="name the drills")
     chosen = parser.parse_args(argv)
     if chosen.list:
@@ -93,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     shutil.rmtree(OUT, ignore_errors=True)
     print(row(("drill", "best peer", "most peers", "our bar", chosen.against)))
-    found = uvloop.run(drills(chosen.names, chosen.against))
+    found = uvloop.run(drills(chosen.names, chosen.against, chosen.option))
     figures = [figure for _, outcome in found for figure in outcome.figures]
     print()
     for figure in figures:

@@ -203,32 +203,42 @@ class Controller:
 
     # What it leaves behind
 
-    def segments(self) -> list[bytes]:
-        """The decision log, in order."""
-        folder = self.data / "log"
-        found = sorted(folder.glob("decisions.*.log"), key=lambda at: int(at.name.split(".")[1]))
-        return [path.read_bytes() for path in found]
-
     def records(self) -> list[Record]:
         """All that the policy was told, and what it decided."""
-        return [record for data in self.segments() for record in read_segment(data).records]
+        return records(self.data)
 
     def audit(self) -> int:
-        """Replay the decision log; how many records it has.
-
-        Raises:
-            AssertionError: replay decides otherwise.
-        """
-        segments = self.segments()
-        assert segments, f"no decision log in {self.data}"
-        difference = replay(segments)
-        assert difference is None, f"replay decides otherwise than the log says: {difference}"
-        return sum(1 for data in segments for _ in read_segment(data).records)
+        """Replay the decision log; how many records it has."""
+        return audit(self.data)
 
     def complaints(self) -> list[str]:
         """Lines of its output that no healthy process writes."""
         lines = self.output.read_text(errors="replace").splitlines()
         return [line for line in lines if any(word in line for word in UNWANTED)]
+
+
+def segments(data: Path) -> list[bytes]:
+    """The decision log in a data folder, in order."""
+    found = (data / "log").glob("decisions.*.log")
+    return [each.read_bytes() for each in sorted(found, key=lambda at: int(at.name.split(".")[1]))]
+
+
+def records(data: Path) -> list[Record]:
+    """All that the policy was told, and what it decided."""
+    return [record for each in segments(data) for record in read_segment(each).records]
+
+
+def audit(data: Path) -> int:
+    """Replay the decision log; how many records it has.
+
+    Raises:
+        AssertionError: replay decides otherwise.
+    """
+    found = segments(data)
+    assert found, f"no decision log in {data}"
+    difference = replay(found)
+    assert difference is None, f"replay decides otherwise than the log says: {difference}"
+    return sum(1 for each in found for _ in read_segment(each).records)
 
 
 def settings_for(urls: Sequence[Any], folder: Path, **how: Any) -> Settings:
@@ -243,6 +253,7 @@ def settings_for(urls: Sequence[Any], folder: Path, **how: Any) -> Settings:
         "probe_s": 0.5,
         "unready_s": 0.0,
         "drain_s": 10.0,
+        "record": not __import__("os").environ.get("LIVE_NOREC"),
     }
     return msgspec.convert({**given, **how}, Settings)
 

@@ -27,7 +27,7 @@ CHECKS = [
     checks.response_schema_conformance,
     checks.response_headers_conformance,
 ]
-EXAMPLES = 25
+EXAMPLES = 20
 """Of each operation, beside the boundary values that it has anyway."""
 TOKENS_MOST = 4
 """The twin takes as long for a token as a card does."""
@@ -84,7 +84,7 @@ def test_the_public_api_is_as_published(case: Any, controller: Controller) -> No
 
 
 @admin.exclude(path="/drain").parametrize()
-@BOUNDED
+@settings(BOUNDED, max_examples=8)
 def test_the_admin_api_is_as_published(case: Any, controller: Controller) -> None:
     headers = {"Authorization": f"Bearer {controller.admin_token}"}
     url = controller.admin_url

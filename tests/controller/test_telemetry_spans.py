@@ -7,79 +7,21 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from controller.config import Settings
 from controller.telemetry.spans import Spans
 from policy.decisions import Settled, Verify
 from policy.events import Failed, Verified
+from tests.telemetry_servers import Collector, attributes
 from tests.telemetry_support import MS, S, answer, call, dispatch, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from controller.call import Call
 
 TRACE, CALLERS = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{CALLERS}-01"
 EPOCH_NS = 1_700_000_000 * S
-
-
-class Collector:
-    """Takes spans as the OpenTelemetry collector does, on a port of its own."""
-
-    def __init__(self, answer: Callable[[], Awaitable[web.Response]] | None = None) -> None:
-        self.bodies: list[bytes] = []
-        self.spans: list[Span] = []
-        self.resource: dict[str, Any] = {}
-        self._answer = answer
-        self.url = ""
-
-    async def __aenter__(self) -> Collector:
-        app = web.Application()
-        app.router.add_post("/v1/traces", self._traces)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._runner.cleanup()
-
-    async def _traces(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        if self._answer is not None:
-            return await self._answer()
-        assert request.content_type == "application/x-protobuf"
-        self.bodies.append(body)
-        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.resource = attributes(of_resource.resource)
-            for of_scope in of_resource.scope_spans:
-                self.spans += of_scope.spans
-        return web.Response(
-            body=ExportTraceServiceResponse().SerializeToString(),
-            content_type="application/x-protobuf",
-        )
-
-    def named(self, name: str) -> list[Span]:
-        return [span for span in self.spans if span.name == name]
-
-
-def attributes(of: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in of.attributes:
-        kind = pair.value.WhichOneof("value")
-        value = getattr(pair.value, kind)
-        if kind == "array_value":
-            value = [each.string_value for each in value.values]
-        found[pair.key] = value
-    return found
 
 
 def spans(url: str, share: float = 0.0) -> Spans:
@@ -272,7 +214,7 @@ def test_a_collector_that_refuses_or_is_not_there_is_counted_and_disturbs_nothin
 
     async def run() -> None:
         async with Collector(refuse_all) as collector:
-            for url, at_once in ((collector.url, True), ("http://127.0.0.1:9", False)):
+            for url in (collector.url, "http://127.0.0.1:9"):
                 of = spans(url, share=1.0)
                 made = call(1)
                 begin(of, made)
@@ -281,11 +223,7 @@ def test_a_collector_that_refuses_or_is_not_there_is_counted_and_disturbs_nothin
                 assert time.monotonic() - began_s < 0.5
                 await of.close()
                 assert time.monotonic() - began_s < 3.5
-                if at_once:
-                    assert of.counts() == (0, 3, 0)
-                else:
-                    await asyncio.sleep(0.2)  # its thread ends now
-                    assert of.counts() == (0, 3, 0)
+                assert of.counts() == (0, 3, 0)
 
     asyncio.run(run())
 
@@ -306,6 +244,7 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
             began_s = time.monotonic()
             await of.close()
             took_s = time.monotonic() - began_s
+            assert of.counts() == (0, 3, 0)
             never.set()
             await asyncio.sleep(0.3)
         return took_s
@@ -322,16 +261,15 @@ def test_what_there_is_no_room_for_is_dropped_and_counted() -> None:
             return web.Response(status=400)
 
         async with Collector(hang) as collector:
-            of = spans(collector.url, share=1.0)
-            for number in range(3000):  # three spans each
+            settings = Settings((), otlp=collector.url, span_share=1.0)
+            of = Spans(settings, EPOCH_NS, pending_most=300)
+            for number in range(200):  # three spans each, with room kept for one more
                 made = call(number)
                 begin(of, made)
                 end(of, made, answer(made))
-            assert of.counts()[2] > 200
+            assert of.counts() == (0, 0, 101)
             never.set()
             await of.close()
-            sent, failed, dropped = of.counts()
-            assert sent == 0
-            assert failed == 3 * (3000 - dropped)
+            assert of.counts() == (0, 297, 101)
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ import pytest
 from tests.controller.processes import Controllers
 from tests.figures import Figure, write_figures
 from tests.live.collector import Collector, collector
-from tests.live.server import Vllm, measured_profile, vllm_servers
+from tests.live.server import MAX_NUM_BATCHED_TOKENS, Vllm, measured_profile, vllm_servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +21,7 @@ FIGURES = Path("build/figures/live.json")
 OPTIONS = (
     "--enable-per-request-metrics", "--enable-prompt-tokens-details",
     "--num-gpu-blocks-override", "512",
+    "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS),
     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
 )  # fmt: skip
 

@@ -63,7 +63,7 @@ def test_with_features_off_bytes_are_exactly_vllms(
     asked = ASKED if not at_once else [(CHAT, chat("tiny", f"say {n}", 20)) for n in range(12)]
     with relay(vllm[0].url) as passed:
         controller = controllers(
-            [{"url": passed.url, "profile": profile}], policy=patient, features=OFF
+            [vllm[0].upstream(profile, url=passed.url)], policy=patient, features=OFF
         )
         answers = asyncio.run(_ask(controller.url, asked, at_once))
         controller.stop()
@@ -87,7 +87,7 @@ def test_with_features_on_only_the_listed_edits_are_made(
         (CHAT, chat("tiny", "def main():", 9, stream=False)),
     ]
     with relay(vllm[0].url) as passed:
-        controller = controllers([{"url": passed.url, "profile": profile}], policy=patient)
+        controller = controllers([vllm[0].upstream(profile, url=passed.url)], policy=patient)
         plain, usage, whole = asyncio.run(_ask(controller.url, asked, at_once=False))
         controller.stop()
     sent = _by_name(passed)

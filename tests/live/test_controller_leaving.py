@@ -52,7 +52,7 @@ def test_a_caller_that_leaves_frees_the_engine(
     vllm: list[Vllm], profile: str, patient: str, controllers: Controllers, phase: str, stream: bool
 ) -> None:
     server = vllm[0]
-    controller = controllers([{"url": server.url, "profile": profile}], policy=patient)
+    controller = controllers([server.upstream(profile)], policy=patient)
     if phase == "midway":
         documents = [chat("tiny", f"go on {n}", 2000, stream=stream) for n in range(8)]
     else:
@@ -80,9 +80,7 @@ def test_a_caller_that_leaves_the_queue_never_reaches_vllm(
     vllm: list[Vllm], profile: str, patient: str, controllers: Controllers
 ) -> None:
     server = vllm[0]
-    controller = controllers(
-        [{"url": server.url, "profile": profile, "max_num_seqs": 1}], policy=patient
-    )
+    controller = controllers([server.upstream(profile, max_num_seqs=1)], policy=patient)
     first = _send(controller, chat("tiny", "go on", 3000))
     _read_some(first)
     waiting = [_send(controller, chat("tiny", f"wait {n}", 50)) for n in range(5)]

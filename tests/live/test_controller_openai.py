@@ -39,7 +39,7 @@ TOOLS: Any = [
 def controller(
     vllm: list[Vllm], profile: str, patient: str, controllers: Controllers
 ) -> Controller:
-    return controllers([{"url": server.url, "profile": profile} for server in vllm], policy=patient)
+    return controllers([server.upstream(profile) for server in vllm], policy=patient)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_what_the_controller_does_not_know_is_passed_on(
     vllm: list[Vllm], profile: str, patient: str, controllers: Controllers
 ) -> None:
     with relay(vllm[0].url) as passed:
-        controller = controllers([{"url": passed.url, "profile": profile}], policy=patient)
+        controller = controllers([vllm[0].upstream(profile, url=passed.url)], policy=patient)
         with openai.OpenAI(
             base_url=f"{controller.url}/v1", api_key="none", max_retries=0
         ) as client:

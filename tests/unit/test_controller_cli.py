@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from controller.admin.status import (
@@ -26,10 +31,10 @@ from controller.cli import keys, make_settings, parse_upstream, serve, status
 from controller.config import Settings, Upstream
 from controller.gateway.keys import load_keys
 from policy.files import FileError
+from policy.outcomes import FAILURE_HTTP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import click
 
@@ -219,6 +224,14 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path, way: str) -> Non
     assert "hunter2" not in result.output
 
 
+def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    result = run(serve, "--upstream", HERE)
+    assert result.exit_code == 2
+    assert "aiohttp is not installed" in result.output
+    assert "twinkeel[live]" in result.output
+
+
 # keys
 
 
@@ -348,3 +361,78 @@ def test_status_of_what_cannot_be_asked_exits_2(tmp_path: Path) -> None:
         assert result.exit_code == 2, result.output
         assert said in result.output
         assert "Traceback" not in result.output
+
+
+# What is shipped for containers
+
+DEPLOY = Path(str(resources.files("controller"))) / "deploy"
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8")))
+
+
+def test_the_shipped_settings_can_be_used(tmp_path: Path) -> None:
+    settings = make_settings(DEPLOY / "controller.yaml", {})
+    assert [upstream.url for upstream in settings.upstreams] == [
+        "http://vllm-0:8000", "http://vllm-1:8000",
+    ]  # fmt: skip
+    (config,) = documents("kubernetes/settings.yaml")
+    file = tmp_path / "controller.yaml"
+    file.write_text(config["data"]["controller.yaml"])
+    kubernetes = make_settings(file, {})
+    stateful, *services = documents("kubernetes/controller.yaml")
+    pod = stateful["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": kubernetes.port, "admin": kubernetes.admin_port}
+    grace_s = pod["terminationGracePeriodSeconds"]
+    assert grace_s > kubernetes.drain_s + kubernetes.unready_s
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts["data"] == kubernetes.data
+    assert {service["metadata"]["name"] for service in services} == {"twinkeel", "twinkeel-admin"}
+    listed = documents("kubernetes/kustomization.yaml")[0]["resources"]
+    there = {path.name for path in (DEPLOY / "kubernetes").iterdir()}
+    assert {*listed, "kustomization.yaml"} == there
+
+
+def test_the_commands_of_the_shipped_files_are_the_ones_there_are(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    (compose,) = documents("compose.yaml")
+    command, *words = compose["services"]["controller"]["command"]
+    assert command == "serve"
+    words = [word.replace("/run/secrets/admin-token", str(token)) for word in words]
+    given = [word for word in words if not word.startswith("--upstream")]
+    result = run(serve, "--check", *given, "--upstream", HERE)
+    assert result.exit_code == 0, result.output
+    upstreams = [word.partition("=")[2] for word in words if word.startswith("--upstream")]
+    assert [parse_upstream(text)["domain"] for text in upstreams] == ["server-0", "server-1"]
+    assert yaml.safe_load(compose["configs"]["prometheus"]["content"])["rule_files"]
+    docker = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    assert json.loads(docker.splitlines()[-1].removeprefix("CMD "))[0] == serve.name
+
+
+# The operators' page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "controller.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_failure_with_its_status() -> None:
+    rows = re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", PAGE, re.MULTILINE)
+    told = {code: status for codes, status in rows for code in re.findall(r"`(\w+)`", codes)}
+    for kind, code in FAILURE_HTTP.items():
+        assert told[kind] == ("the server's own" if kind == "rejected" else str(code)), kind
+
+
+def test_the_page_and_the_help_have_the_same_options() -> None:
+    options = {name for parameter in serve.params for name in parameter.opts}
+    rows = re.findall(r"^\| (`--[^|]+(?:\\\|[^|]+)*) \|", PAGE, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"--[\w-]+", row)} == options
+
+
+def test_every_file_that_the_page_points_to_is_there() -> None:
+    links = re.findall(r"\]\((\.\./[^)#]+)\)", PAGE)
+    assert links
+    for link in links:
+        assert (Path(__file__).parents[2] / "docs" / link).resolve().is_file(), link

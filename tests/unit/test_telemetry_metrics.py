@@ -254,15 +254,15 @@ def test_replicas_in_and_out() -> None:
 def test_what_the_driver_knows_is_read_when_it_is_asked_for() -> None:
     still = Still(
         State(
-            S, {"turbo": 4, "held": 1}, {}, LogHealth(30 * MS, 7, 3),
+            S, {"turbo": 4, "held": 1}, {}, LogHealth(30, 7, 3),
             {"spans": Sink(10, 2, 1)}, True,
         )
     )  # fmt: skip
     of = Metrics(still)
     found = read(of)
     assert found["twinkeel_queued"] == {("turbo",): 4, ("held",): 1}
-    assert found["twinkeel_log_lag_seconds"] == {(): 0.03}
-    assert found["twinkeel_log_dropped_total"] == {(): 7}
+    assert found["twinkeel_log_waiting_bytes"] == {(): 30}
+    assert found["twinkeel_log_dropped_bytes_total"] == {(): 7}
     assert found["twinkeel_log_segment"] == {(): 3}
     assert found["twinkeel_draining"] == {(): 1}
     assert found["twinkeel_sink_items_total"] == {
@@ -273,13 +273,12 @@ def test_what_the_driver_knows_is_read_when_it_is_asked_for() -> None:
 
 
 def test_the_rest_of_what_is_decided() -> None:
-    of = metrics()
+    of = metrics(State(200 * S, shadow={"shed": 4, "moved": 7.0}))
     of.fed(0, up(0))
     of.policy("stable", "abc123")
-    of.shadow_report({"shed": 4, "moved": 7.0})
     for decision in (
         Alert("breaker errors model=qwen", "x"), Alert("replica 0", "x"), Alert("replica 1", "x"),
-        Refused("finished", "why"), Scaled("qwen", 3, "x"), Scaled("made-up", 3, "x"),
+        Refused("Finished", "why"), Scaled("qwen", 3, "x"), Scaled("made-up", 3, "x"),
         Verify(0, 0),
     ):  # fmt: skip
         of.decided(decision)
@@ -294,7 +293,8 @@ def test_the_rest_of_what_is_decided() -> None:
     )
     found = read(of)
     assert found["twinkeel_alerts_total"] == {("breaker",): 1, ("replica",): 2}
-    assert found["twinkeel_refused_events_total"] == {("finished",): 1}
+    assert found["twinkeel_refused_events_total"]["Finished",] == 1
+    assert sum(found["twinkeel_refused_events_total"].values()) == 1
     assert found["twinkeel_wanted_replicas"] == {("qwen",): 3}
     assert found["twinkeel_verify_runs_total"] == {(): 1}
     assert found["twinkeel_verifications_total"] == {("mismatch",): 1}

@@ -185,7 +185,7 @@ def reply(status: int, text: str) -> web.Response:
 )  # fmt: skip
 def test_what_counts_as_warm(of_chat: Any, ok: bool) -> None:
     def answer(path: str, question: dict[str, Any]) -> web.Response:
-        return of_chat(question) if "chat" in path else answered(path, question)  # type: ignore[no-any-return]
+        return of_chat(question) if "chat" in path else answered(path, question)
 
     async def main() -> None:
         async with served() as (server, replica):

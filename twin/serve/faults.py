@@ -1,7 +1,8 @@
 """What can be made to go wrong, for drills: ``POST /twin/fault`` and ``DELETE /twin/fault``.
 
 One fault at a time. It strikes requests that arrive while it is on, each with the chance ``share``;
-``slow``, and ``hang`` with a share of 1, strike the engine itself.
+``slow``, and ``hang`` with a share of 1, strike the engine itself. ``unsure`` shows in logprobs
+only: every token could as well have been another.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from msgspec import Meta
 
 Kind = Literal[
     "http_500", "http_503", "http_400", "hang", "stall", "reset", "cut", "no_end", "empty", "null",
-    "abort", "truncated", "blank", "slow", "latency",
+    "abort", "truncated", "blank", "slow", "latency", "unsure",
 ]  # fmt: skip
 MIDWAY: tuple[Kind, ...] = ("stall", "reset", "cut", "no_end", "abort", "truncated")
 """They strike when ``after_tokens`` tokens are out, at the latest at the end of the answer."""

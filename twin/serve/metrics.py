@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from time import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class ServerMetrics:
     def __init__(self, model: str, live: LiveEngine) -> None:
         self._model = model.replace("\\", "\\\\").replace('"', '\\"')
         self._live = live
+        self._start_s = time()
         self.rejections = 0
         self._success = dict.fromkeys(REASONS, 0)
         seconds = "in seconds."
@@ -126,7 +128,11 @@ class ServerMetrics:
         labels = f'engine="0",model_name="{self._model}"'
         usage = load.kv_blocks_used / (settings.kv_blocks - 1)
         made = 0 if pooling else live.output_tokens()
-        out: list[str] = []
+        out = [
+            "# HELP process_start_time_seconds Start time of the process since unix epoch.",
+            "# TYPE process_start_time_seconds gauge",
+            f"process_start_time_seconds {self._start_s!r}",
+        ]
 
         def one(name: str, kind: str, help: str, value: float, more: str = "") -> None:
             suffix = "_total" if kind == "counter" else ""

@@ -59,7 +59,8 @@ class Generation:
         self.seq = seq
         self._codes = codes_of(self._key, seq.outputs)
         if self._asked.logprobs >= 0:
-            self._rows = certainty_of(self._key, seq.outputs)
+            unsure = self._fault is not None and self._fault.kind == "unsure"
+            self._rows = certainty_of(self._key, seq.outputs, unsure)
         if self._asked.stream:
             self._connection.open_stream()
         self._struck(0)

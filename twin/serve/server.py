@@ -108,6 +108,8 @@ class Server:
         self._fault_ends: asyncio.TimerHandle | None = None
         self._draining = False
         self._open: dict[int, Generation] = {}
+        self._busy = 0
+        """Requests in this server, of any kind."""
         self._serial = self._requests = self._aborted = self._finished = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -146,9 +148,9 @@ class Server:
             access_log=None,
             keepalive_timeout=self._options.keep_alive_s,
         )
-        self._runner = web.ServerRunner(server)
+        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, shutdown_timeout=1.0, backlog=2048)
+        site = web.TCPSite(self._runner, host, port, backlog=2048)
         await site.start()
         bound = self._runner.addresses[0]
         shown = f"[{host}]" if ":" in host else host
@@ -182,7 +184,14 @@ class Server:
             handler = methods.get(request.method)
             if handler is None:
                 raise Refusal(405, "Method Not Allowed", "Method Not Allowed")
-            return await handler(request)
+            self._busy += 1
+            self._idle.clear()
+            try:
+                return await handler(request)
+            finally:
+                self._busy -= 1
+                if not self._busy:
+                    self._idle.set()
         except Refusal as refusal:
             return self._answer(request, refusal.status, refusal.body)
 
@@ -243,8 +252,6 @@ class Server:
 
         def over(generation: Generation, reason: str) -> None:
             del self._open[seq.id]
-            if not self._open:
-                self._idle.set()
             running = live.abort(seq)
             if reason and reason != "abort":
                 self._finished += 1
@@ -260,7 +267,6 @@ class Server:
         seq.data = generation
         self._submit(seq)
         self._open[seq.id] = generation
-        self._idle.clear()
         generation.begin(seq)
         try:
             await done

@@ -27,6 +27,9 @@ MOST_LOGPROBS = 20
 _BARE = 128
 """Codes from here on stand for the same words without the space in front."""
 _TO_WORD = bytes(number & 127 for number in range(256))
+_UNSURE = 255
+"""The row of a token that could as well have been another."""
+_TO_ROW = bytes(min(number, _UNSURE - 1) for number in range(256))
 
 TEXTS = [f" {word}".encode() for word in _WORDS] + [word.encode() for word in _WORDS]
 """A token's text by its code; fit to stand inside a JSON string."""
@@ -51,9 +54,11 @@ def codes_of(key: bytes, tokens: int) -> bytes:
     return bytes(drawn)
 
 
-def certainty_of(key: bytes, tokens: int) -> bytes:
+def certainty_of(key: bytes, tokens: int, unsure: bool = False) -> bytes:
     """One row of ``LOGPROBS`` a token."""
-    return shake_128(key + b"certainty").digest(tokens)
+    if unsure:
+        return bytes([_UNSURE]) * tokens
+    return shake_128(key + b"certainty").digest(tokens).translate(_TO_ROW)
 
 
 def text_of(codes: bytes) -> bytes:
@@ -67,7 +72,9 @@ def candidate(code: int, rank: int) -> int:
 
 def _row(number: int) -> tuple[float, ...]:
     """Log-probabilities of a token's candidates, likeliest first: mostly sure, sometimes not."""
-    top = 1.0 - 0.6 * (number / 255) ** 3 - 1e-4
+    if number == _UNSURE:
+        return tuple(log(0.06 * 0.97**rank) for rank in range(MOST_LOGPROBS))
+    top = 1.0 - 0.5 * (number / 255) ** 5 - 1e-4
     return (log(top), *(log((1.0 - top) * 0.5**rank) for rank in range(1, MOST_LOGPROBS)))
 
 

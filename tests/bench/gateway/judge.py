@@ -24,7 +24,7 @@ class _Ours(msgspec.Struct):
 
 class _Body(msgspec.Struct):
     choices: list[_Choice] = []
-    error: msgspec.Raw | None = None
+    error: object = None
     twinkeel: _Ours | None = None
 
 

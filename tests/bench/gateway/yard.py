@@ -162,14 +162,20 @@ class Stand:
 class Yard:
     """Keeps the replicas, and gives each drill a gateway."""
 
-    def __init__(self, out: Path, against: str = "controller", seats: int = 0) -> None:
-        """``seats``: how many requests a replica runs at a time; 0: as many as the profile says."""
+    def __init__(
+        self, out: Path, against: str = "controller", seats: int = 0, more: Sequence[str] = ()
+    ) -> None:
+        """``seats``: how many requests a replica runs at a time; 0: as many as the profile says.
+        ``more``: options of every controller."""
         self.out = out
         self.against = against
-        more = ("--max-num-seqs", str(seats)) if seats else ()
+        twin_more = ("--max-num-seqs", str(seats)) if seats else ()
         self._part = f",max_num_seqs={seats}" if seats else ""
-        self.twins = [Twin(name, out, more) for name in ("A", "B")]
-        self._drills = 0
+        self.twins = [Twin(name, out, twin_more) for name in ("A", "B")]
+        self._more = tuple(more)
+        self.drill = "drill"
+        """Names the data folders."""
+        self._stands = 0
 
     async def start(self) -> None:
         for twin in self.twins:
@@ -184,13 +190,15 @@ class Yard:
         log = self.out / f"{data.name}.log"
         if self.against == "bare":
             return process.bare(log, urls)
-        return process.controller(log, [url + self._part for url in urls], data, more)
+        return process.controller(
+            log, [url + self._part for url in urls], data, (*self._more, *more)
+        )
 
     @contextlib.asynccontextmanager
     async def stand(self, *more: str) -> AsyncIterator[Stand]:
         """A fresh gateway, with both replicas well and in rotation."""
-        self._drills += 1
-        data = self.out / f"data-{self._drills}"
+        self._stands += 1
+        data = self.out / f"{self.drill}-{self._stands}"
         shutil.rmtree(data, ignore_errors=True)
         for twin in self.twins:
             await twin.ensure()

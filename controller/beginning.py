@@ -1,0 +1,92 @@
+"""What a controller begins with: the policy as a process before left it, or a fresh one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from controller.driver import Clock
+from controller.store.recovery import recover
+from policy.compose import build_policy
+from policy.events import Restored
+from policy.files import load_policy
+from policy.parameters import canonical, from_canonical
+
+if TYPE_CHECKING:
+    from controller.config import Settings
+    from controller.driver import Driver
+    from controller.store.database import Database
+    from controller.store.recovery import Recovered
+    from policy.contract import Policy
+    from policy.parameters import Parameters
+
+LOGGER = logging.getLogger("twinkeel")
+AT_START = "start"
+"""Who deployed a policy that was given with the start."""
+
+
+class Beginning(NamedTuple):
+    """A policy that can go on."""
+
+    wanted: Parameters
+    """The policy that is to rule: with ``observe``, only in shadow."""
+    policy: Policy
+    parameters: Parameters
+    """Those that ``policy`` has now."""
+    clock: Clock
+    recovered: Recovered | None
+    """None: nothing was before."""
+
+    @property
+    def next_request(self) -> int:
+        return 0 if self.recovered is None else self.recovered.next_request
+
+
+async def begin(settings: Settings, database: Database) -> Beginning:
+    """Read what was before.
+
+    Raises:
+        policy.files.FileError: the policy cannot be read.
+    """
+    wanted = await _wanted(settings, database)
+    parameters = load_policy("fifo") if settings.observe else wanted
+    recovered = recover(settings.data_path / "log", parameters)
+    if recovered is None:
+        return Beginning(wanted, build_policy(parameters), parameters, Clock(), None)
+    if recovered.note:
+        LOGGER.warning("%s", recovered.note)
+    clock = Clock(_resumed_ns(recovered))
+    if recovered.parameters.discipline != parameters.discipline:
+        return Beginning(wanted, build_policy(parameters), parameters, clock, recovered)
+    return Beginning(wanted, recovered.policy, recovered.parameters, clock, recovered)
+
+
+def go_on(beginning: Beginning, driver: Driver, settings: Settings) -> None:
+    """Settle what the process before left open, and bring the wanted policy into force."""
+    recovered = beginning.recovered
+    if recovered is None:
+        return
+    down_ns = max(0, driver.now_ns() - recovered.last_ns)
+    LOGGER.info(
+        "going on after %.1f s, %d requests were open", down_ns / 1e9, recovered.open_requests
+    )
+    driver.feed(Restored(down_ns))
+    if not settings.observe and canonical(beginning.wanted) != canonical(driver.parameters):
+        driver.switch(beginning.wanted)
+
+
+async def _wanted(settings: Settings, database: Database) -> Parameters:
+    """What was deployed last, unless the start asks for another policy than the one before did."""
+    given = load_policy(settings.policy)
+    history = await database.history(1000)
+    before = next((each for each in history if each.by == AT_START), None)
+    if before is not None and before.canonical == canonical(given):
+        return from_canonical(history[0].canonical)
+    await database.deploy(given, AT_START)
+    return given
+
+
+def _resumed_ns(recovered: Recovered) -> int:
+    """The log's time goes on; while nothing ran, it passed as on the wall."""
+    return recovered.last_ns + 1 + max(0, time.time_ns() - recovered.wall_ns_of_last)

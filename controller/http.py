@@ -1,0 +1,56 @@
+"""The HTTP client and servers that a controller is made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from controller.config import Limits
+
+CONNECT_S = 2.0
+KEEP_ALIVE_S = 3.0
+"""Below the five seconds after which vLLM's server closes an idle connection: a request sent over
+one that is being closed is lost."""
+BACKLOG = 4096
+READ_BYTES = 1 << 18
+
+
+def session(limits: Limits) -> aiohttp.ClientSession:
+    """What calls the servers: no bound on connections, since the policy bounds the calls."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=limits.call_s_most, sock_connect=CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent",),
+        read_bufsize=READ_BYTES,
+    )
+
+
+async def listen(
+    app: web.Application, host: str, port: int, **options: Any
+) -> tuple[web.AppRunner, web.TCPSite, int]:
+    """Serve ``app``; a caller that goes away cancels its handler. Gives the port, too.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+    runner = web.AppRunner(
+        app, handle_signals=False, handler_cancellation=True, access_log=None,
+        shutdown_timeout=1.0, **options,
+    )  # fmt: skip
+    await runner.setup()
+    site = web.TCPSite(runner, host, port, backlog=BACKLOG)
+    await site.start()
+    return runner, site, runner.addresses[0][1]
+
+
+def public_options(limits: Limits) -> dict[str, Any]:
+    """Of the server that callers reach."""
+    return {
+        "keepalive_timeout": limits.idle_s_most,
+        "max_line_size": limits.header_bytes_most,
+        "max_field_size": limits.header_bytes_most,
+    }

@@ -1,0 +1,214 @@
+"""The admin API, keys and command line of real controllers, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from click.testing import CliRunner
+
+from controller.cli import keys as keys_command
+from controller.demo import Load, run
+from policy.audit import replay
+from policy.log import read_segment
+from policy.parameters import from_canonical
+from tests.controller.processes import MODEL, ROOT, eventually, http, segments
+from tests.controller.wire import relay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pytest
+
+    from tests.controller.processes import Controllers, Twin
+
+BODY = {"model": MODEL, "max_tokens": 3, "messages": [{"role": "user", "content": "hello"}]}
+SECRET = "the-patient-is-Ferdinand"
+
+
+def chat(url: str, **headers: str) -> tuple[int, bytes]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return http("POST", f"{url}/v1/chat/completions", BODY, named)
+
+
+def test_a_policy_put_under_load_rules_is_logged_and_outlives_a_kill(
+    twins: list[Twin], controllers: Controllers
+) -> None:
+    controller = controllers([twin.url for twin in twins])
+    answers: list[int] = []
+    callers = [
+        threading.Thread(target=lambda: answers.extend(chat(controller.url)[0] for _ in range(8)))
+        for _ in range(4)
+    ]
+    for caller in callers:
+        caller.start()
+    text = controller.admin("GET", "/policy")[1].decode()
+    changed = re.sub(r"turbo_promise_ms: \d+", "turbo_promise_ms: 777", text)
+    status, told = controller.admin("PUT", "/policy", changed.encode())
+    assert status == 200, told
+    for caller in callers:
+        caller.join()
+    assert answers == [200] * 32
+    promise = {row["tier"]: row["promise_ms"] for row in controller.status()["tiers"]}
+    assert promise["turbo"] == 777
+    controller.kill()
+    again = controllers.again(controller.settings, controller.folder)
+    assert again.status()["policy"]["hash"] == json.loads(told)["hash"]
+    assert chat(again.url)[0] == 200
+    history = json.loads(again.admin("GET", "/policies")[1])["policies"]
+    assert history[0]["by"] == "admin"
+    assert again.stop() == 0
+    header = read_segment(segments(again.data)[-1]).header
+    assert from_canonical(header.policy).tiers.turbo_promise_ms == 777
+
+
+def test_segments_can_be_fetched_and_replayed_while_it_serves(
+    twins: list[Twin], controllers: Controllers
+) -> None:
+    controller = controllers([twins[0].url])
+    for _ in range(3):
+        assert chat(controller.url)[0] == 200
+
+    def logged() -> bytes:
+        names = json.loads(controller.admin("GET", "/log")[1])["segments"]
+        status, data = controller.admin("GET", f"/log/{names[-1]['name']}")
+        assert status == 200
+        return data if b"settled" in data else b""
+
+    data: bytes = eventually("an outcome in the log", logged)
+    assert replay([data]) is None
+
+
+def test_drain_finishes_what_is_open_and_ends_well(
+    twins: list[Twin], controllers: Controllers
+) -> None:
+    controller = controllers([twins[0].url], unready_s=0.5)
+    twins[0].fault("latency", delay_s=1.0)
+    answers: list[int] = []
+    caller = threading.Thread(target=lambda: answers.append(chat(controller.url)[0]))
+    caller.start()
+    eventually("it is open", lambda: controller.status()["open_requests"])
+    status, told = controller.admin("POST", "/drain")
+    assert (status, json.loads(told)) == (202, {"status": "draining", "open": 1})
+    assert http("GET", f"{controller.url}/ready")[0] == 503
+    assert http("GET", f"{controller.admin_url}/ready")[0] == 503
+    assert http("GET", f"{controller.admin_url}/live")[0] == 200
+    assert controller.status()["state"] == "draining"
+    caller.join()
+    assert answers == [200]
+    assert controller.process.wait(15) == 0
+
+
+def test_keys_are_asked_for_and_never_passed_on(
+    twins: list[Twin], controllers: Controllers, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    words = ["add", "support", "--sla", "P0", "--file", str(file)]
+    key = CliRunner().invoke(keys_command, words).stdout.strip()
+    with relay(twins[0].url) as wire:
+        controller = controllers([wire.url], keys=str(file))
+        for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {key}"}):
+            status, body = chat(controller.url, **given)
+            assert status == 401
+            assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        assert http("GET", f"{controller.url}/v1/models")[0] == 401
+        for path in ("/health", "/ready", "/openapi.json"):
+            assert http("GET", f"{controller.url}{path}")[0] == 200
+        status, _ = chat(controller.url, authorization=f"Bearer {key}")
+        assert status == 200
+        asked = [one for one, _ in wire.exchanges("/v1/chat/completions")]
+        assert len(asked) == 1  # the refused ones never reached it
+        named = {name.lower() for name in asked[0].headers}
+        assert "authorization" not in named
+        assert controller.status()["tiers"][0]["calls"] == 1  # P0, by its key: Turbo
+        assert controller.stop() == 0
+    kept = [controller.output, *(path for path in controller.data.rglob("*") if path.is_file())]
+    for file in kept:
+        assert key.encode() not in file.read_bytes(), file
+
+
+def test_without_keys_the_callers_header_goes_to_the_server(
+    twins: list[Twin], controllers: Controllers
+) -> None:
+    with relay(twins[0].url) as wire:
+        controller = controllers([wire.url])
+        assert chat(controller.url, authorization="Bearer for-the-server")[0] == 200
+        asked, _ = wire.exchanges("/v1/chat/completions")[0]
+        sent = {name.lower(): value for name, value in asked.headers.items()}
+        assert sent["authorization"] == "Bearer for-the-server"
+        assert controller.stop() == 0
+
+
+def test_no_text_of_a_prompt_is_kept_or_told(twins: list[Twin], controllers: Controllers) -> None:
+    controller = controllers([twins[0].url])
+    body = {**BODY, "messages": [{"role": "user", "content": f"{SECRET} " * 100}], "user": "u"}
+    assert http("POST", f"{controller.url}/v1/chat/completions", body)[0] == 200
+    told = [
+        controller.admin("GET", path)[1]
+        for path in ("/status", "/metrics", "/alerts", "/policies", "/log/decisions.0.log")
+    ]
+    assert controller.stop() == 0
+    kept = [path.read_bytes() for path in controller.data.rglob("*") if path.is_file()]
+    assert len(kept) > 2
+    assert not any(SECRET.encode() in data for data in (*told, *kept))
+
+
+# The command
+
+
+@contextmanager
+def command(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twinkeel", "serve", "--admin-port", "0", "--unready-s", "0",
+         "--data", str(tmp_path / "data"), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        cwd=ROOT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_command_says_what_it_serves_where_and_ends_well(
+    twins: list[Twin], tmp_path: Path
+) -> None:
+    with command(tmp_path, "--upstream", twins[0].url, "--port", "0") as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline() for _ in range(4)]
+        url = said[0].removeprefix("twinkeel serving ").strip()
+        assert "policy stable (tiered), 1 server" in said[1]
+        assert str(tmp_path / "data" / "admin.token") in said[2]
+        assert http("GET", f"{url}/health")[0] == 200
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=20)
+        assert (process.returncode, output, errors) == (0, "", "")
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ("--upstream", "http://127.0.0.1:9", "--port", port)
+        with command(tmp_path, *words) as process:
+            _, errors = process.communicate(timeout=20)
+            assert process.returncode == 2
+            assert port in errors
+            assert len(errors.strip().splitlines()) == 1, errors
+
+
+def test_the_demo_shows_a_fault_and_proves_its_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(load=Load(seconds=4.0, rate=8.0), folder=tmp_path / "demo") == 0
+    shown = capfd.readouterr().out
+    for said in ("is killed, and comes back", "TTFT p50", "the same decisions byte for byte"):
+        assert said in shown

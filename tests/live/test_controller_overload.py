@@ -1,0 +1,192 @@
+"""Twice the load that one vLLM can bear: who waits, waits in the controller, and nothing is lost.
+
+The machine is shared and its speed changes from second to second, so vLLM is flooded directly and
+through the controller in turns, and neighbouring turns are compared. Throughput is vLLM's own count
+of generated tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.controller.asking import COMPLETIONS, Answer, ask, session
+from tests.controller.stories import read_story
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from tests.controller.processes import Controllers
+    from tests.live.conftest import Ledger
+    from tests.live.server import Vllm
+
+pytestmark = pytest.mark.live
+
+TURNS = 3
+WINDOW_S = 9.0
+SETTLE_S = 4.0
+FLOOD = 128
+"""Twice as many as vLLM runs at once."""
+SAMPLE_S = 0.2
+CLASSES = {"P0": 0.3, "P1": 0.4, "P2": 0.3}
+
+
+@dataclass
+class Window:
+    """What vLLM did in one turn."""
+
+    tokens_per_s: float = 0.0
+    finished_per_s: float = 0.0
+    waiting: list[float] = field(default_factory=list)
+
+
+class Prompts:
+    """Requests that are all different, with answers of 24 to 72 tokens."""
+
+    def __init__(self) -> None:
+        self._dice = np.random.default_rng(3)
+        self._made = 0
+
+    def next(self) -> dict[str, Any]:
+        self._made += 1
+        return {
+            "model": "tiny",
+            "prompt": f"{self._made} of {time.time()}: def main(argv):",
+            "max_tokens": int(self._dice.integers(24, 72)),
+            "ignore_eos": True,
+            "stream": True,
+        }
+
+    def sla(self) -> str:
+        return str(self._dice.choice(list(CLASSES), p=list(CLASSES.values())))
+
+    def gap_s(self, rate: float) -> float:
+        return float(self._dice.exponential(1 / rate))
+
+
+async def _watch(server: Vllm) -> Window:
+    """Let it settle, and look on."""
+    await asyncio.sleep(SETTLE_S)
+    window = Window()
+    before, began_s = await asyncio.to_thread(server.samples), time.monotonic()
+    while time.monotonic() < began_s + WINDOW_S:
+        await asyncio.sleep(SAMPLE_S)
+        samples = await asyncio.to_thread(server.samples)
+        window.waiting.append(samples["vllm:num_requests_waiting"])
+    span_s = time.monotonic() - began_s
+    for name, metric in (
+        ("tokens_per_s", "generation_tokens"),
+        ("finished_per_s", "request_success"),
+    ):
+        rate = (samples[f"vllm:{metric}_total"] - before[f"vllm:{metric}_total"]) / span_s
+        setattr(window, name, rate)
+    return window
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _flooded(client: aiohttp.ClientSession, server: Vllm, prompts: Prompts) -> Window:
+    async def again() -> None:
+        while True:
+            await ask(client, server.url, prompts.next(), path=COMPLETIONS)
+
+    tasks = {asyncio.create_task(again()) for _ in range(FLOOD)}
+    try:
+        return await _watch(server)
+    finally:
+        await _end(tasks)
+
+
+async def _controlled(
+    client: aiohttp.ClientSession, server: Vllm, url: str, prompts: Prompts, rate: float,
+    kept: list[tuple[str, Answer]],
+) -> Window:  # fmt: skip
+    async def one(sla: str) -> None:
+        headers = {"x-twinkeel-sla": sla}
+        kept.append((sla, await ask(client, url, prompts.next(), headers, COMPLETIONS)))
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def offer() -> None:
+        while True:
+            tasks.add(asyncio.create_task(one(prompts.sla())))
+            await asyncio.sleep(prompts.gap_s(rate))
+
+    offering = asyncio.create_task(offer())
+    try:
+        return await _watch(server)
+    finally:
+        await _end({offering})
+        await asyncio.wait(tasks, timeout=1.0)
+        await _end(tasks)
+
+
+def test_twice_the_load(
+    vllm: list[Vllm], profile: str, controllers: Controllers, ledger: Ledger
+) -> None:
+    server = vllm[0]
+    controller = controllers([server.upstream(profile)], scrape_s=5.0)
+    flooded: list[Window] = []
+    controlled: list[Window] = []
+    answers: list[tuple[str, Answer]] = []
+
+    async def run() -> None:
+        prompts = Prompts()
+        async with session() as client:
+            for _ in range(TURNS):
+                flooded.append(await _flooded(client, server, prompts))
+                rate = 2 * flooded[-1].finished_per_s
+                controlled.append(
+                    await _controlled(client, server, controller.url, prompts, rate, answers)
+                )
+
+    asyncio.run(run())
+    controller.stop()
+    waiting = [each for window in controlled for each in window.waiting]
+    waiting_p95 = float(np.percentile(waiting, 95))
+    share = 100 * median(
+        here.tokens_per_s / there.tokens_per_s
+        for here, there in zip(controlled, flooded, strict=True)
+    )
+    told = ", ".join(
+        f"{there.tokens_per_s:.0f} then {here.tokens_per_s:.0f}"
+        for here, there in zip(controlled, flooded, strict=True)
+    )
+    ledger.add(
+        "overload_vllm_waiting_p95", waiting_p95, "requests", "<= 1",
+        f"in vLLM's own queue at twice the load, {len(waiting)} samples",
+    )  # fmt: skip
+    ledger.add(
+        "overload_throughput_pct", share, "%", ">= 97",
+        f"of vLLM flooded directly, tokens/s in turns of {WINDOW_S:.0f} s: {told}",
+    )  # fmt: skip
+
+    refused = [answer for _, answer in answers if answer.status != 200]
+    assert len(refused) > 0.2 * len(answers), "it was not overloaded"
+    for answer in refused:
+        assert answer.status == 429, answer.body
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert answer.error["code"] in ("deadline", "queue_full")
+        assert answer.error["type"] == "rate_limit_error"
+    by_class = {sla: [answer for each, answer in answers if each == sla] for sla in CLASSES}
+    good = {sla: [each for each in of if each.status == 200] for sla, of in by_class.items()}
+    share_of = {sla: len(good[sla]) / len(by_class[sla]) for sla in CLASSES}
+    ttft = {sla: median(each.ttft_s for each in of) for sla, of in good.items()}
+    print(waiting_p95, share, told, share_of, ttft)
+    assert share_of["P0"] >= share_of["P2"]
+    assert ttft["P0"] <= ttft["P2"]
+    assert share_of["P2"] >= 0.05, "background work must not starve"
+    story = read_story(controller.records())
+    assert all(len(request.settled) == 1 for request in story.requests.values())
+    assert waiting_p95 <= 1
+    assert share >= 97
