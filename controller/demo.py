@@ -323,11 +323,12 @@ def _status(admin: str, token: str) -> Status:
 
 
 def _until_up(admin: str, token: str, count: int, timeout_s: float) -> bool:
-    """Whether ``count`` servers are in use in time."""
+    """Whether ``count`` servers take requests in time. One that is probing does: it is back in
+    rotation after the next requests, which may not come any more."""
     deadline = time.monotonic() + timeout_s
     while True:
         status = _status(admin, token)
-        if sum(row.up and row.rotation == "in" for row in status.replicas) >= count:
+        if sum(row.up and row.rotation in ("in", "probing") for row in status.replicas) >= count:
             return True
         if time.monotonic() > deadline:
             return False

@@ -207,7 +207,10 @@ async def _driver(
         kept = {} if recorder is None else {"trace": Sink(recorder.rows, 0, recorder.dropped_rows)}
         return {"spans": spans.counts(), "webhook": webhook.counts(), **kept}
 
-    reader = Reader(driver, lambda: LogHealth(log.waiting_bytes, log.dropped_bytes, log.segment), sinks)
+    def health() -> LogHealth:
+        return LogHealth(log.waiting_bytes, log.dropped_bytes, log.segment)
+
+    reader = Reader(driver, health, sinks)
     metrics = Metrics(reader)
     driver.listen(metrics)
     driver.listen(_Named(metrics, parameters))

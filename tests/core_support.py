@@ -22,9 +22,9 @@ from controller.driver import Clock, Driver
 from controller.errands import Errands
 from controller.gateway.answers import Answers
 from controller.gateway.app import Gateway
-from controller.listener import Listener
 from controller.http import listen, public_options
 from controller.http import session as make_session
+from controller.listener import Listener
 from controller.store.database import Database
 from controller.upstream.replica import Replica
 from policy.audit import replay
@@ -35,7 +35,7 @@ from policy.files import code_hash
 from policy.log import FullLog, Header, read_segment
 from policy.parameters import canonical
 from tests.policy_support import parameters as made_parameters
-from tests.policy_support import up
+from tests.policy_support import up as announced
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -222,7 +222,7 @@ class Core:
 
     def up(self, number: int, **changes: Any) -> None:
         replica = self.driver.replicas[number]
-        spec = up(number, **({"models": ("m",), "name": replica.name} | changes))
+        spec = announced(number, **({"models": ("m",), "name": replica.name} | changes))
         replica.up, replica.spec = True, spec
         self.driver.feed(spec)
 
@@ -294,6 +294,7 @@ async def core(
     keys: Keys | None = None,
     policy: Mapping[str, Any] | None = None,
     models: tuple[str, ...] = ("m",),
+    up: Mapping[str, Any] | None = None,
     checked: bool = True,
 ) -> AsyncIterator[Core]:
     """Started servers with a controller before them, whose replicas are all up."""
@@ -337,7 +338,7 @@ async def core(
         stack.push_async_callback(runner.cleanup)
         running = Core(driver, gateway, kept, f"http://127.0.0.1:{port}", database)
         for replica in replicas:
-            running.up(replica.id, models=models)
+            running.up(replica.id, models=models, **(up or {}))
         yield running
         if checked:
             await running.check_books()
@@ -407,9 +408,7 @@ def delta(text: str | None, finish: str | None = None, index: int = 0, **more: A
 
 
 ROLE = event({"id": "c", "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-USAGE = event(
-    {"id": "c", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
-)
+USAGE = event({"id": "c", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}})
 DONE = b"data: [DONE]\n\n"
 STREAM = (ROLE, delta("Good "), delta("day"), delta(None, "stop"), USAGE, DONE)
 

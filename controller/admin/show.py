@@ -57,7 +57,7 @@ def replicas(status: Status) -> Table:
             _known(row.waiting, str(row.waiting)),
             _known(row.kv_used_permille, f"{row.kv_used_permille / 10:.1f}"),
             _ms(row.network_ms),
-            " ".join(dict.fromkeys([*row.models, row.version])).strip() or "-",
+            _model(row),
         )
     return table
 
@@ -132,6 +132,12 @@ def _rotation(row: ReplicaView) -> Text:
     if row.rotation == "in":
         return Text("in", _GOOD if row.up else "")
     return Text(f"{row.rotation}: {row.rotation_why}", _BAD)
+
+
+def _model(row: ReplicaView) -> str:
+    """Its names, and its version where that says more; of a path the last part."""
+    version = row.version.rstrip("/").rpartition("/")[2]
+    return " ".join(dict.fromkeys([*row.models, version])).strip() or "-"
 
 
 def _kept(row: TierView) -> Text:

@@ -175,6 +175,8 @@ class Gateway:
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise self._too_long() from None
+        except web.RequestPayloadError as error:
+            raise BadRequest(f"the body cannot be read: {error}", code="invalid_body") from None
         except TimeoutError:
             raise BadRequest(
                 f"the body was not there after {self._limits.body_s_most:g} s", "", "slow_body", 408
@@ -221,7 +223,11 @@ class Gateway:
             if self._extras:
                 body = editing.with_member(body, "twinkeel", self._extra(call, settled))
             return await self._send_whole(call, 200, body, self._headers(call, settled))
-        events = call.tail if not body else editing.as_events(body, call.asked.endpoint == "chat")
+        events = (
+            call.tail
+            if not body
+            else editing.as_events(body, call.asked.endpoint == "chat", call.asked.wants_usage)
+        )
         if not call.committed:
             call.response.headers.update(self._headers(call, settled))
         if self._extras:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+DONE = b"data: [DONE]\n\n"
 _decode = msgspec.json.Decoder().decode
 
 
@@ -50,23 +51,24 @@ def event_with_member(event: bytes, name: str, value: object) -> bytes:
     return with_member(stem, name, value) + event[len(stem) :]
 
 
-def as_events(body: bytes, chat: bool) -> list[bytes]:
-    """A whole answer as the events of a stream, for a caller that wanted one."""
+def as_events(body: bytes, chat: bool, usage: bool) -> list[bytes]:
+    """A whole answer as the events of a stream, for a caller that wanted one; ``usage``: with its
+    token counts, too."""
     document = _decode(body)
-    choices = []
-    for choice in document.get("choices", ()):
-        part = {"index": choice.get("index", 0), "finish_reason": choice.get("finish_reason")}
-        if chat:
-            message = choice.get("message") or {}
-            part["delta"] = {"role": "assistant", "content": message.get("content")}
-        else:
-            part["text"] = choice.get("text")
-        choices.append(part)
-    document["choices"] = choices
+    counts = document.pop("usage", None)
+    choices = document.get("choices") or ()
     if chat:
         document["object"] = "chat.completion.chunk"
-    document.pop("usage", None)
-    return [b"data: " + msgspec.json.encode(document) + b"\n\n", b"data: [DONE]\n\n"]
+        for choice in choices:
+            delta = choice.pop("message", None) or {}
+            calls = delta.get("tool_calls") or ()
+            for index, call in enumerate(calls):
+                call.setdefault("index", index)
+            choice["delta"] = delta
+    events = [document]
+    if usage and counts is not None:
+        events.append({**document, "choices": [], "usage": counts})
+    return [*(b"data: " + msgspec.json.encode(each) + b"\n\n" for each in events), DONE]
 
 
 def as_whole(payloads: list[bytes], chat: bool) -> bytes:

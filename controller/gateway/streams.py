@@ -51,7 +51,7 @@ class Streams:
             if not call.committed:
                 self._begin(call)
                 await response.prepare(call.web)
-            if transport.get_write_buffer_size() + len(data) < BUFFER_BYTES_MOST:
+            if not _is_full(call, len(data)):
                 await response.write(data)
             else:
                 await self._send_slowly(call, data, replica)
@@ -64,8 +64,7 @@ class Streams:
         Raises:
             CallerGone: the caller is.
         """
-        transport = call.web.transport
-        if transport is None or transport.get_write_buffer_size() < BUFFER_BYTES_MOST:
+        if not (call.committed and _is_full(call, len(COMMENT))):
             await self.send(call, COMMENT)
 
     async def end(self, call: Call, data: bytes) -> None:
@@ -108,3 +107,11 @@ class Streams:
             raise CallerGone from None
         finally:
             self.blocked[number] -= 1
+
+
+def _is_full(call: Call, more: int) -> bool:
+    """Whether writing ``more`` bytes would have to wait for the caller. Once the buffer was full,
+    it waits until most of it is read."""
+    transport = call.web.transport
+    size = 0 if transport is None else transport.get_write_buffer_size()
+    return call.web.protocol.writing_paused or size + more > BUFFER_BYTES_MOST

@@ -364,15 +364,16 @@ class _Usual:
         return max(1, min(tokens, most or tokens))
 
 
-def _batches(rows: list[Row]) -> Iterator[pa.RecordBatch]:
-    """The rows in order of arrival. A few at a time: turning them into Arrow holds up the loop."""
+def _batch(rows: list[Row]) -> pa.RecordBatch:
+    """The rows in order of arrival. A few are turned into Arrow at a time: it holds the loop up."""
     rows.sort()
+    few: list[pa.RecordBatch] = []
     for start in range(0, len(rows), _AT_ONCE):
-        part = zip(*rows[start : start + _AT_ONCE], strict=True)
-        columns = {
-            name: _column(name, values) for name, values in zip(Row._fields, part, strict=True)
-        }
-        yield pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
+        columns = zip(*rows[start : start + _AT_ONCE], strict=True)
+        arrays = [_column(name, one) for name, one in zip(Row._fields, columns, strict=True)]
+        few.append(pa.RecordBatch.from_arrays(arrays, list(Row._fields)))
+    table = pa.Table.from_batches(few).unify_dictionaries().combine_chunks()
+    return table.to_batches()[0]
 
 
 def _column(name: str, values: tuple[Any, ...]) -> pa.Array:
@@ -404,8 +405,7 @@ class _Files:
         path = self._folder / f"part-{self._run}-{self._number:06d}.parquet"
         self._number += 1
         with TraceWriter(path, defaults={"trace_id": f"live-{self._run}"}) as writer:
-            for batch in _batches(rows):
-                writer.write(batch)
+            writer.write(_batch(rows))
         self._prune()
 
     def finish(self) -> None:

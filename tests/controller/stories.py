@@ -19,6 +19,9 @@ class Request:
     """What became of a request."""
 
     arrived: Arrived
+    arrived_ns: int
+    dispatched_ns: int = -1
+    """When it was sent to a server for the first time; -1: never."""
     tries: list[int] = field(default_factory=list)
     """Replicas that it was sent to, in order."""
     failures: list[Failed] = field(default_factory=list)
@@ -34,6 +37,14 @@ class Story:
     breakers: list[BreakerMoved] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+
+    def waits_s(self, sla: str) -> list[float]:
+        """How long the requests of a class waited that were sent to a server."""
+        return [
+            (request.dispatched_ns - request.arrived_ns) / 1e9
+            for request in self.requests.values()
+            if request.arrived.sla == sla and request.dispatched_ns >= 0
+        ]
 
     def kinds(self, replica: int) -> set[str]:
         """What went wrong there, as the policy was told or found out itself."""
@@ -54,12 +65,15 @@ def read_story(records: Iterable[Record]) -> Story:
     for record in records:
         event = record.event
         if isinstance(event, Arrived):
-            requests[event.request] = Request(event)
+            requests[event.request] = Request(event, record.now_ns)
         elif isinstance(event, Failed) and event.request in requests:
             requests[event.request].failures.append(event)
         for decision in record.decisions:
             if isinstance(decision, Dispatch):
-                requests[decision.request].tries.append(decision.replica)
+                request = requests[decision.request]
+                request.tries.append(decision.replica)
+                if request.dispatched_ns < 0:
+                    request.dispatched_ns = record.now_ns
             elif isinstance(decision, Settled):
                 requests[decision.request].settled.append(decision)
             elif isinstance(decision, Rotated):

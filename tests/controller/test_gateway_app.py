@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -42,9 +43,7 @@ PLAIN = Features(usage=False, extras=False)
 ALONE: dict[str, Any] = {"health": {"enabled": False}}
 
 
-def run(
-    test: Callable[[Core], Awaitable[None]], *servers: Server, **options: Any
-) -> None:
+def run(test: Callable[[Core], Awaitable[None]], *servers: Server, **options: Any) -> None:
     """Let ``test`` use a controller before these servers, and check its books."""
 
     async def main() -> None:
@@ -68,7 +67,12 @@ async def exchange(url: str, data: bytes) -> bytes:
     writer.write(data)
     try:
         async with asyncio.timeout(8):
-            return await reader.read(-1)
+            got = b""
+            while data := await reader.read(65_536):
+                got += data
+                if got.endswith(b"}"):  # aiohttp reads on for a while what it refused
+                    break
+            return got
     finally:
         writer.close()
         await writer.wait_closed()
@@ -83,6 +87,11 @@ def answering(*parts: bytes, chunks: bool = True) -> Server:
     return Server(script)
 
 
+async def silent(_: Question, line: Line) -> None:
+    """Takes the question and says nothing."""
+    await line.gone()
+
+
 def saying(document: bytes | dict[str, Any], status: int = 200) -> Server:
     async def script(_: Question, line: Line) -> None:
         await line.whole(document, status)
@@ -94,7 +103,10 @@ def saying(document: bytes | dict[str, Any], status: int = 200) -> Server:
 
 
 def test_with_the_features_off_bytes_pass_exactly() -> None:
-    odd = b'{ "choices" : [{"message":{"content":"\xe4\xbd\xa0 \\u4f60"},"finish_reason":"stop"}] } \n'
+    odd = (
+        b'{ "choices" : [{"message":{"content":"\xe4\xbd\xa0 \\u4f60"},'
+        b'"finish_reason":"stop"}] } \n'
+    )
     asked = b'{"model" : "m", "messages":[{"role":"user","content":"\\u00e9"}], "x": 1.50}'
     server = saying(odd)
 
@@ -259,7 +271,7 @@ BAD_WHOLE = {
     "no choices": ({"choices": []}, "empty"),
     "abort": (whole("half of", "abort"), "stream_cut"),
     "truncated": (b'{"choices": [{"message": {"con', "malformed"),
-    "no UTF-8": (b'{"choices":[{"message":{"content":"\xff"},"finish_reason":"stop"}]}', "malformed"),
+    "no UTF-8": (b'{"choices":[{"text":"\xff","finish_reason":"stop"}]}', "malformed"),
     "list": (b"[]", "malformed"),
     "error inside": ({"error": {"message": "boom", "code": 500}}, "http_5xx"),
     "out of memory": ({"error": {"message": "CUDA out of memory", "code": 500}}, "oom"),
@@ -281,7 +293,7 @@ def test_a_bad_answer_is_tried_elsewhere_and_told_by_its_name(name: str) -> None
         got = await post(running.url, chat())
         assert got.document["error"]["code"] == kind
         assert got.status in (502, 503)
-        assert got.headers["Content-Type"] == "application/json; charset=utf-8" or True
+        assert got.headers["Content-Type"].startswith("application/json")
 
     run(test, bad, good)
 
@@ -427,44 +439,52 @@ def test_a_caller_that_leaves_is_taken_off_its_server() -> None:
 
 
 def test_a_caller_that_leaves_while_it_waits_is_forgotten() -> None:
-    async def script(_: Question, line: Line) -> None:
-        await line.gone()
+    server = Server(silent)
 
     async def test(running: Core) -> None:
-        running.up(0, max_num_seqs=1) if False else None
-        tasks = [asyncio.create_task(post(running.url, chat())) for _ in range(3)]
-        await asyncio.sleep(0.15)
-        for task in tasks:
+        tasks = [asyncio.create_task(post(running.url, chat(max_tokens=10))) for _ in range(4)]
+        await running.until(lambda: running.driver.open == 4)
+        assert len(server.questions) == 1
+        for task in reversed(tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)
         await running.until(lambda: not running.driver.calls)
+        assert len(server.questions) == 1
 
-    run(test, Server(script), policy=ALONE | {"limits": {"session_in_flight": 1}} if False else ALONE)
+    run(test, server, policy=ALONE, up={"max_num_seqs": 1})
 
 
-def test_a_caller_that_reads_nothing_is_let_go() -> None:
-    async def flood(_: Question, line: Line) -> None:
-        await line.head()
-        with pytest.raises(ConnectionError):
-            while True:
-                await line.part(delta("y" * 4000))
+async def flood(_: Question, line: Line) -> None:
+    """A stream without an end."""
+    await line.head()
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await line.part(delta("y" * 4000))
+
+
+@pytest.mark.parametrize("taken", [0, 200_000, 3_000_000])
+def test_a_caller_that_reads_no_more_is_let_go(taken: int) -> None:
+    """The server is not to blame: its stream counts as held up."""
 
     async def test(running: Core) -> None:
         host, port = running.url.removeprefix("http://").split(":")
-        caller = socket.socket()
-        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        caller.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(caller, (host, int(port)))
-        await loop.sock_sendall(caller, raw_request(json.dumps(chat(stream=True)).encode()))
-        try:
-            await running.until(lambda: running.driver.streams.blocked.get(0), 3.0)
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            caller.setblocking(False)
+            await loop.sock_connect(caller, (host, int(port)))
+            await loop.sock_sendall(caller, raw_request(json.dumps(chat(stream=True)).encode()))
+            blocked = running.driver.streams.blocked
+            await running.until(lambda: blocked.get(0), 3.0)
+            left = taken
+            while left > 0:
+                left -= len(await loop.sock_recv(caller, min(left, 65_536)))
+                await asyncio.sleep(0)
+            await running.until(lambda: blocked.get(0), 3.0)
             await running.until(lambda: not running.driver.open, 4.0)
-        finally:
-            caller.close()
         assert [each.outcome for each in running.outcomes()] == ["cancelled"]
 
-    run(test, Server(flood), limits=Limits(unread_s_most=0.5), policy=ALONE)
+    run(test, Server(flood), limits=Limits(unread_s_most=0.7), policy=ALONE)
 
 
 def test_a_slow_reader_gets_every_byte() -> None:
@@ -866,7 +886,6 @@ def test_a_caller_that_leaves_during_the_second_run_ends_it() -> None:
         return sum("-second" in each.headers["x-request-id"] for each in asked)
 
     async def test(running: Core) -> None:
-        await post(running.url, completion(), COMPLETIONS) if False else None
         while not seconds():
             task = asyncio.create_task(post(running.url, chat()))
             await running.until(lambda task=task: task.done() or seconds())

@@ -73,8 +73,8 @@ def test_by_default_requests_in_flight_end_at_once_with_200_and_abort() -> None:
 def test_with_a_shutdown_timeout_running_ones_finish_and_new_ones_get_500() -> None:
     async def run(process: subprocess.Popen[str], url: str) -> None:
         async with aiohttp.ClientSession(url) as session:
-            running = [asyncio.create_task(whole(session, 150)) for _ in range(3)]
-            stream = asyncio.create_task(streamed(session, 150))
+            running = [asyncio.create_task(whole(session, 300)) for _ in range(3)]
+            stream = asyncio.create_task(streamed(session, 300))
             await asyncio.sleep(0.3)
             process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.1)
@@ -85,7 +85,7 @@ def test_with_a_shutdown_timeout_running_ones_finish_and_new_ones_get_500() -> N
                 assert answer.status == 200
             for status, body in await asyncio.gather(*running):
                 assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
-                assert body["usage"]["completion_tokens"] == 150
+                assert body["usage"]["completion_tokens"] == 300
             events = await stream
             assert reason(events[-2]) == "length"
 

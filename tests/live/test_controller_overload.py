@@ -30,7 +30,7 @@ pytestmark = pytest.mark.live
 
 TURNS = 3
 WINDOW_S = 9.0
-SETTLE_S = 4.0
+SETTLE_S = 6.0
 FLOOD = 128
 """Twice as many as vLLM runs at once."""
 SAMPLE_S = 0.2
@@ -178,15 +178,14 @@ def test_twice_the_load(
         assert int(answer.headers["Retry-After"]) >= 1
         assert answer.error["code"] in ("deadline", "queue_full")
         assert answer.error["type"] == "rate_limit_error"
-    by_class = {sla: [answer for each, answer in answers if each == sla] for sla in CLASSES}
-    good = {sla: [each for each in of if each.status == 200] for sla, of in by_class.items()}
-    share_of = {sla: len(good[sla]) / len(by_class[sla]) for sla in CLASSES}
-    ttft = {sla: median(each.ttft_s for each in of) for sla, of in good.items()}
-    print(waiting_p95, share, told, share_of, ttft)
-    assert share_of["P0"] >= share_of["P2"]
-    assert ttft["P0"] <= ttft["P2"]
-    assert share_of["P2"] >= 0.05, "background work must not starve"
     story = read_story(controller.records())
     assert all(len(request.settled) == 1 for request in story.requests.values())
+    waits = {sla: story.waits_s(sla) for sla in CLASSES}
+    p75 = {sla: float(np.percentile(each, 75)) for sla, each in waits.items()}
+    offered = [request.arrived.sla for request in story.requests.values()]
+    print(waiting_p95, share, told, {sla: len(each) for sla, each in waits.items()}, p75)
+    assert p75["P0"] <= p75["P1"] <= p75["P2"], "the more urgent, the sooner"
+    for sla in CLASSES:
+        assert len(waits[sla]) >= 0.05 * offered.count(sla), "no class starves"
     assert waiting_p95 <= 1
     assert share >= 97

@@ -333,7 +333,7 @@ class Engine:
                 passed = steps_to_reach(left, self._first_ticks, self._growth_ticks) - 1
                 ended += min(passed, self._span)
         else:
-            ended -= 1 if self._decide_ticks < limit else 1 + self._lag
+            ended -= 1
         return [_outputs_after(seq, ended) for seq in seqs]
 
     def wake(self, now_ns: int) -> None:
