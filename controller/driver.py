@@ -246,6 +246,14 @@ class Driver:
             self._timer = None
             self._runner.tick()
 
+    def at(self, at_ns: int, work: Callable[[], object]) -> None:
+        """Do ``work`` then, or a little later."""
+        if self.now_ns() < at_ns:
+            delay_s = (at_ns - self.now_ns()) / 1e9 + 0.001
+            self._loop.call_later(delay_s, self.at, at_ns, work)
+        else:
+            work()
+
     def every(self, s: float, work: Callable[[], object]) -> None:
         """Do ``work`` again and again, until ``close``."""
 
@@ -281,6 +289,7 @@ class Driver:
         call.tries += 1
         call.dispatched_ns = self.now_ns()
         call.output_tokens = 0
+        call.first_ns = -1
         for hear in self._hear["dispatched"]:
             hear(call)
         attempt = self._loop.create_task(self.client.attempt(call, replica, decision))

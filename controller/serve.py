@@ -21,12 +21,13 @@ from controller import http
 from controller.admin import Sources, Stats, load_token, make_app
 from controller.admin.status import policy_hash
 from controller.beginning import begin, go_on
-from controller.driver import Driver
+from controller.driver import FLUSH_S, Driver
 from controller.errands import Errands
 from controller.gateway.answers import Answers
 from controller.gateway.app import Gateway
 from controller.gateway.keys import load_keys
 from controller.listener import Listener
+from controller.observe import Shadow
 from controller.reading import Reader
 from controller.store.database import Database
 from controller.store.log import LiveLog
@@ -216,12 +217,11 @@ async def _driver(
     driver.listen(_Named(metrics, parameters))
     ears = _Ears(stats, metrics, reader)
     if settings.observe:
-        from controller.observe import Shadow
-
         shadow = Shadow(
-            beginning.wanted, data / "shadow", clock, on_trouble=partial(driver.trouble, "shadow")
+            beginning.wanted, data / "shadow", clock, driver.at, partial(driver.trouble, "shadow")
         )
         stack.callback(shadow.close)
+        driver.every(FLUSH_S, shadow.flush)
         driver.listen(shadow)
         ears.observed = reader.observed = shadow.report
     return driver, ears

@@ -228,6 +228,8 @@ class Gateway:
             if not body
             else editing.as_events(body, call.asked.endpoint == "chat", call.asked.wants_usage)
         )
+        if not events:  # its time was over before it had said all
+            events = editing.cut_off(call.name, call.asked.model, call.asked.endpoint == "chat")
         if not call.committed:
             call.response.headers.update(self._headers(call, settled))
         if self._extras:

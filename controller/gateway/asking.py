@@ -101,8 +101,10 @@ def read(
     """
     document = _document(body)
     model = document.get("model", "")
-    if not isinstance(model, str) or not model.isprintable():
-        raise BadRequest(f"model is {_shown(model)}: it must be a printable string", "model")
+    if not isinstance(model, str) or not _loggable(model):
+        raise BadRequest(
+            f"model is {_shown(model)}: it must be a string without control characters", "model"
+        )
     stream = document.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest(f"stream is {_shown(stream)}: it must be true or false", "stream")
@@ -116,7 +118,7 @@ def read(
     user = _name(header("x-twinkeel-user"), "x-twinkeel-user")
     if not user:
         given = document.get("user")
-        user = given[:NAME_MOST] if isinstance(given, str) and given.isprintable() else ""
+        user = given[:NAME_MOST] if isinstance(given, str) and _loggable(given) else ""
     sla = header("x-twinkeel-sla", sla)
     if sla not in SLA:
         raise BadRequest(f"x-twinkeel-sla is {sla[:20]!r}: use P0, P1 or P2", "x-twinkeel-sla")
@@ -235,9 +237,14 @@ def _name(value: str | None, header: str) -> str:
         raise BadRequest(
             f"{header} has {len(value)} characters: at most {NAME_MOST}", header, status=400
         )
-    if not value.isprintable():  # what is no UTF-8 in a header cannot be written to a log
-        raise BadRequest(f"{header} has characters that cannot be printed", header)
+    if not _loggable(value):
+        raise BadRequest(f"{header} has characters that are no UTF-8, or control it", header)
     return value
+
+
+def _loggable(text: str) -> bool:
+    """Whether a log can hold it: bytes of a header that are no UTF-8 come as lone surrogates."""
+    return not any(char < " " or char == "\x7f" or "\ud800" <= char <= "\udfff" for char in text)
 
 
 def sendable(value: str | None) -> str:

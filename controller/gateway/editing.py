@@ -71,6 +71,20 @@ def as_events(body: bytes, chat: bool, usage: bool) -> list[bytes]:
     return [*(b"data: " + msgspec.json.encode(each) + b"\n\n" for each in events), DONE]
 
 
+def cut_off(name: str, model: str, chat: bool) -> list[bytes]:
+    """The end of a stream that has none of its own: no more was to be had."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+    choice |= {"delta": {}} if chat else {"text": ""}
+    event = {
+        "id": name,
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": 0,
+        "model": model,
+        "choices": [choice],
+    }
+    return [b"data: " + msgspec.json.encode(event) + b"\n\n", DONE]
+
+
 def as_whole(payloads: list[bytes], chat: bool) -> bytes:
     """The first choice of a stream as an answer in one piece; ``payloads`` are its events' data."""
     whole: dict[str, Any] = {}

@@ -37,6 +37,9 @@ _SAID = {
     "rejected": "the server rejected the request",
     "backpressure": "the servers are full",
     "controller_lost": "the gateway was restarted",
+    "breaker": "its model is cut off, and there is nothing to give instead",
+    "low_confidence": "its answer cannot be trusted, and there is nothing to give instead",
+    "mismatch": "two runs of it disagree, and there is nothing to give instead",
     "draining": "the gateway is about to stop",
     "too_many": "too many requests are open",
 }
@@ -56,7 +59,7 @@ def document(message: str, code: str, status: int, name: str = "", param: str = 
 
 def of(settled: Settled, name: str) -> bytes:
     """The same for an outcome that is no answer."""
-    reason = settled.why
+    reason = settled.why.partition(" ")[0]  # a breaker's key stands behind the word
     said = _SAID.get(reason, reason.replace("_", " "))
     verb = "was not taken" if settled.outcome == "shed" else "failed"
     return document(f"request {name} {verb}: {said}", reason, settled.http_code, name)

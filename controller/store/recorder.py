@@ -48,8 +48,8 @@ ANSWER_TOKENS = 256
 INT32_MOST = 2**31 - 1
 PART_ROWS = 10_000
 PART_S = 60.0
-MERGE_ROWS_MOST = 3_000_000
-"""A run with more rows is left in its parts: merging them is for someone with time."""
+MERGE_ROWS_MOST = 1_000_000
+"""A run with more rows is left in its parts at its end: the next one merges them meanwhile."""
 KEEP_BYTES = 4 * 1024 * 1024 * 1024
 WAITING_MOST = 10
 """Parts that may wait for the disk."""
@@ -177,7 +177,7 @@ class Recorder(Listener):
             self._write()
 
     def close(self) -> None:
-        """Write and merge what is there. Takes about 3 s for a million rows."""
+        """Write and merge what is there. Takes some 10 s for a million rows."""
         self._write()
         self._waiting.append((self._executor.submit(self._files.finish), 0))
         self._executor.shutdown()
@@ -409,7 +409,10 @@ class _Files:
         self._prune()
 
     def finish(self) -> None:
-        self._finish(self._run)
+        """Make a trace of this run's parts, unless that takes too long."""
+        parts = self._folder.glob(f"part-{self._run}-*.parquet")
+        if sum(open_trace(part).rows for part in parts) <= self._merge_rows_most:
+            self._finish(self._run)
 
     def finish_leftovers(self) -> None:
         """Make traces of the parts that earlier runs left."""
@@ -430,7 +433,7 @@ class _Files:
 
     def _finish(self, run: str) -> None:
         parts = sorted(self._folder.glob(f"part-{run}-*.parquet"))
-        if not parts or sum(open_trace(part).rows for part in parts) > self._merge_rows_most:
+        if not parts:
             return
         path = merge(parts, self._folder / f"trace-{run}.parquet")
         newest = self._folder / ".trace.tmp"

@@ -219,10 +219,17 @@ class _Stream:
             began_ns = driver.now_ns()
             out: list[bytes] = []
             done = False
-            for event in splitter.feed(data):
-                done = self._take(event, out, began_ns)
-                if done:
-                    break
+            try:
+                for event in splitter.feed(data):
+                    done = self._take(event, out)
+                    if done:
+                        break
+            except TryFailed:
+                if out and call.first_ns >= 0:  # else nothing was passed on, and nothing will be
+                    await driver.streams.send(call, b"".join(out), replica)
+                raise
+            if self._said and call.first_ns < 0:
+                self._first(began_ns)
             if out:
                 await driver.streams.send(call, out[0] if len(out) == 1 else b"".join(out), replica)
             call.last_ns = began_ns
@@ -231,7 +238,7 @@ class _Stream:
                 return await self._end(answer)
         raise TryFailed("stream_cut")
 
-    def _take(self, event: bytes, out: list[bytes], now_ns: int) -> bool:
+    def _take(self, event: bytes, out: list[bytes]) -> bool:
         """Look at an event and put what is to be passed on into ``out``; was it the end?"""
         call = self._call
         kind, chunk = sse.read(event)
@@ -243,8 +250,7 @@ class _Stream:
                 call.tail = []
             self._replica.tokens += 1
             call.output_tokens += 1
-            if not self._said:
-                self._first(now_ns, out)
+            self._say(out)
             self._pass([self._looked_at(event, chunk)], out)
             return False
         if kind == NOTHING:
@@ -261,7 +267,7 @@ class _Stream:
         if kind == ERROR:
             self._error(event, chunk)
         if kind == FINISH:
-            self._finished(event, chunk, out, now_ns)
+            self._finished(event, chunk, out)
         if chunk.usage is not None:
             self._usage = chunk.usage
         if chunk.metrics is not None:
@@ -273,7 +279,7 @@ class _Stream:
     def _hides_usage(self) -> bool:
         return self._driver.features.usage and not self._call.asked.wants_usage
 
-    def _finished(self, event: bytes, chunk: sse.Event, out: list[bytes], now_ns: int) -> None:
+    def _finished(self, event: bytes, chunk: sse.Event, out: list[bytes]) -> None:
         """The last event of a choice: held back until the outcome is known."""
         call = self._call
         for choice in chunk.choices:
@@ -283,23 +289,24 @@ class _Stream:
             raise TryFailed("stream_cut")
         if sse.says_something(chunk):
             call.output_tokens += 1
-            if not self._said:
-                self._first(now_ns, out)
-        elif not self._said:
-            if self._finish != "length":
-                raise TryFailed("empty")
-            self._first(now_ns, out)
+        elif not self._said and self._finish != "length":
+            raise TryFailed("empty")
+        self._say(out)
         call.tail.append(self._looked_at(event, chunk))
 
-    def _first(self, now_ns: int, out: list[bytes]) -> None:
-        """The first token is there: what was held back goes out from now on."""
-        self._said = True
+    def _say(self, out: list[bytes]) -> None:
+        """The answer has begun: what was held back goes out from now on."""
+        if not self._said:
+            self._said = True
+            out += self._held
+            self._held = []
+
+    def _first(self, now_ns: int) -> None:
+        """The first token is there, and all that came with it can be read."""
         call = self._call
         call.first_ns = now_ns
         self._driver.feed(FirstToken(call.request, self._replica.id))
         self._driver.first_token(call)
-        out += self._held
-        self._held = []
 
     def _pass(self, events: list[bytes], out: list[bytes]) -> None:
         self._call.events_sent += len(events)

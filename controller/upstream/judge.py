@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 NS_PER_MS = 1_000_000
 MS_MOST = 1e9
+NEVER = 1e6
+"""Beyond any logprob: some servers write one as -9999."""
 
 
 class _Message(msgspec.Struct):
@@ -169,7 +171,9 @@ class Certainties:
                     self._take(each.values())
 
     def _take(self, values: Iterable[Any]) -> None:
-        self.tokens.append([at for at in values if isinstance(at, float)])
+        self.tokens.append(
+            [at for at in values if isinstance(at, (int, float)) and -NEVER < at < NEVER]
+        )
 
     def features(self) -> tuple[int, int, int]:
         """Mean and worst entropy in millinats, and the share of close calls; -1: no logprobs."""

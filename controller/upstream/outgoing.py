@@ -24,7 +24,7 @@ def body(asked: Asked, features: Features, decision: Dispatch | None) -> bytes:
     if features.confidence and asked.endpoint != "embeddings":
         added.update(_logprobs(asked, features.logprobs))
     if decision is not None:
-        if decision.priority:
+        if decision.priority or "priority" in document:  # it is not the caller's to choose
             added["priority"] = decision.priority
         if decision.model:
             added["model"] = decision.model

@@ -387,9 +387,10 @@ def test_metrics_count_what_was_done() -> None:
                     await answer.read()
 
             asks = [asyncio.create_task(ask()) for _ in range(5)]
+            during = await metrics(session)
             async with asyncio.timeout(5):
-                while (during := await metrics(session))["vllm:num_requests_running"] < 5:
-                    await asyncio.sleep(0.005)
+                while during["vllm:num_requests_running"] < 5:
+                    during = await metrics(session)
             await asyncio.gather(*asks)
             after = await metrics(session)
         assert during["vllm:num_requests_running"] == 5

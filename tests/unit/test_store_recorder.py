@@ -297,3 +297,5 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     assert 1 <= len(parts) < 12
     assert rows(parts[-1])[0]["request_id"] == 11, "more rows than may be merged stay in parts"
     assert not (tmp_path / "trace" / "trace.parquet").exists()
+    recorder(tmp_path).close()
+    assert rows(tmp_path / "trace" / "trace.parquet")[-1]["request_id"] == 11, "but not for ever"

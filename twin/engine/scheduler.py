@@ -321,19 +321,18 @@ class Engine:
     def outputs_at(self, seqs: Iterable[Sequence], now_ns: int) -> list[int]:
         """Output tokens of each of ``seqs`` once the steps that end by ``now_ns`` have ended.
 
-        ``now_ns`` is not before the last ``wake``. Nothing changes. A token that was in flight when
-        its sequence was preempted counts as there, and one left out of a step (priority only) may
-        count one too few until the step after it has ended.
+        ``now_ns`` lies between the last wake and the next. Nothing changes. A token that was in
+        flight when its sequence was preempted counts as there, and a sequence that was left out of
+        a step (priority only) may have one too few until the step after it has ended.
         """
         limit = (now_ns + 1) << TICK_BITS
         ended = self._step - 1
         if self._end_ticks < limit:
             if self._mode == SPAN and self._batch:
                 left = limit - self._end_ticks
-                passed = steps_to_reach(left, self._first_ticks, self._growth_ticks) - 1
-                ended += min(passed, self._span)
+                ended += steps_to_reach(left, self._first_ticks, self._growth_ticks) - 1
         else:
-            ended -= 1
+            ended -= 1 if self._decide_ticks < limit else 1 + self._lag
         return [_outputs_after(seq, ended) for seq in seqs]
 
     def wake(self, now_ns: int) -> None:

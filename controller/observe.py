@@ -1,0 +1,329 @@
+"""Observe mode: a second policy that is told what the first is told, and decides for nobody.
+
+The live policy passes everything on; this one says what it would have done. What it sent to another
+replica than the live one did, or still holds back, happened all the same: events about a request
+are told as if its replica were the one that the shadow chose, and what came while it was queued
+here is told right after it is sent. So times are those of the real servers under the real load, and
+how long a request would have waited is all that is new.
+
+Of a failure on a replica that the shadow did not choose nothing can be said, so it is told as a
+cancellation, which is neutral everywhere. The same goes for a retry: its answer never comes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from controller.listener import Listener
+from controller.store.log import LiveLog
+from policy.compose import build_policy
+from policy.decisions import (
+    BreakerMoved,
+    Dispatch,
+    LookUp,
+    ReadProgress,
+    Refused,
+    Rotated,
+    SaveCheckpoint,
+    Settled,
+    Verify,
+    Warm,
+)
+from policy.events import (
+    Arrived,
+    Cancelled,
+    CheckpointFailed,
+    CheckpointSaved,
+    Failed,
+    Finished,
+    FirstToken,
+    LookedUp,
+    PolicySwitched,
+    Progress,
+    ReplicaUp,
+    Ticked,
+    Verified,
+    Warmed,
+)
+from policy.outcomes import CALLERS_FAULT
+from policy.runner import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from policy.decisions import Decision
+    from policy.events import Event
+    from policy.parameters import Parameters
+
+TIMES_MOST = 10_000
+"""Queue times kept for the quantiles: the last ones."""
+KINDS_MOST = 1_000
+"""Different outcomes counted; reasons can hold names that callers invent."""
+_LIVE_ONLY = (
+    Ticked, Verified, CheckpointSaved, CheckpointFailed, LookedUp, Progress, Warmed, PolicySwitched,
+)  # fmt: skip
+"""Answers to what the live policy asked for, and what concerns it alone."""
+
+
+class _Seen:
+    """A request that the shadow has not settled."""
+
+    __slots__ = (
+        "arrived_ns", "compared", "dispatches", "first", "kept", "over", "really", "replica",
+    )  # fmt: skip
+
+    def __init__(self, arrived_ns: int) -> None:
+        self.arrived_ns = arrived_ns
+        self.replica = -1
+        """Where the shadow has it in flight; -1: it holds it back, or has its answer."""
+        self.dispatches = 0
+        self.first = -1
+        """Where the shadow sent it first."""
+        self.really = -1
+        """Where the live policy sent it, as far as is known."""
+        self.compared = False
+        self.kept: list[FirstToken | Finished | Failed] = []
+        """What happened to it before the shadow sent it."""
+        self.over = False
+        """Really: nothing more will be heard of it."""
+
+
+class Shadow(Listener):
+    """What ``parameters`` would have decided. Nothing of it ever raises into the live path.
+
+    Args:
+        folder: of its own decision log.
+        clock_ns: the live log's clock.
+        schedule: ``schedule(at_ns, call)`` calls back at that time of the clock, once; calls that
+            were scheduled before may still come.
+        on_trouble: told in plain words when its log has a gap, or it is switched off.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        folder: Path,
+        clock_ns: Callable[[], int],
+        schedule: Callable[[int, Callable[[], None]], object],
+        on_trouble: Callable[[str], object],
+        **log: Any,
+    ) -> None:
+        self.policy = build_policy(parameters)
+        self.errors = 0
+        self.off = ""
+        """Why it is switched off; empty: it is not."""
+        self.refused = 0
+        """Events that its policy found illegal: always 0 unless there is a fault here."""
+        self._name = parameters.name
+        self._clock_ns = clock_ns
+        self._schedule = schedule
+        self._on_trouble = on_trouble
+        self._now_ns = clock_ns()
+        self._log = LiveLog(
+            folder, self.policy, parameters, self._now_ns, on_trouble=on_trouble, **log
+        )
+        self._runner = Runner(self.policy, lambda: self._now_ns, self._apply, self._arm, self._log)
+        self._open: dict[int, _Seen] = {}
+        self._versions: dict[int, str] = {}
+        self._progress = 0
+        self._outcomes: Counter[tuple[str, str]] = Counter()
+        self._tiers: Counter[str] = Counter()
+        self._waits_ns: deque[int] = deque(maxlen=TIMES_MOST)
+        self._moves: Counter[str] = Counter()
+        self._arrived = 0
+        self._unknown = 0
+        self._compared = 0
+        self._agreed = 0
+
+    # What the driver calls
+
+    def fed(self, now_ns: int, event: Event) -> None:
+        """The live policy was given ``event``."""
+        if not self.off:
+            try:
+                self._at(now_ns)
+                self._told(event)
+            except Exception as error:  # the live path must not notice
+                self._switch_off(error)
+
+    def tick(self) -> None:
+        """A timer fired."""
+        if not self.off:
+            try:
+                self._at(self._clock_ns())
+                self._runner.tick()
+            except Exception as error:
+                self._switch_off(error)
+
+    def deadline_ns(self) -> int | None:
+        """When it wants to be ticked next; ``schedule`` was told."""
+        return None if self.off else self.policy.deadline_ns()
+
+    def flush(self) -> None:
+        """Write its log; to be called as often as for the live one."""
+        if not self.off:
+            try:
+                self._log.flush()
+            except Exception as error:
+                self._switch_off(error)
+
+    def close(self) -> None:
+        if not self.off:
+            self._log.close()
+
+    def report(self) -> dict[str, Any]:
+        """What it would have done so far."""
+        outcomes: dict[str, dict[str, int]] = {}
+        for (outcome, why), count in sorted(self._outcomes.items()):
+            outcomes.setdefault(outcome, {})[why] = count
+        waits_ns = sorted(self._waits_ns)
+        return {
+            "policy": self._name,
+            "off": self.off,
+            "arrived": self._arrived,
+            "open": len(self._open),
+            "outcomes": {outcome: sum(whys.values()) for outcome, whys in outcomes.items()},
+            "degraded": outcomes.get("degraded", {}),
+            "shed": outcomes.get("shed", {}),
+            "failed": outcomes.get("failed", {}),
+            "unknown": self._unknown,
+            "tiers": dict(sorted(self._tiers.items())),
+            "queue_s_p50": _quantile_s(waits_ns, 50),
+            "queue_s_p95": _quantile_s(waits_ns, 95),
+            "compared": self._compared,
+            "same_replica": self._agreed,
+            "same_replica_share": self._agreed / self._compared if self._compared else None,
+            "moves": dict(sorted(self._moves.items())),
+            "refused_events": self.refused,
+            "errors": self.errors,
+        }
+
+    # Facts, as the shadow has to hear them
+
+    def _at(self, now_ns: int) -> None:
+        # Its own ticks come between the live policy's events, which may have waited their turn.
+        self._now_ns = max(self._now_ns, now_ns)
+
+    def _told(self, event: Event) -> None:
+        if isinstance(event, _LIVE_ONLY):
+            return
+        if isinstance(event, Arrived):
+            self._arrived += 1
+            self._open[event.request] = _Seen(self._now_ns)
+        elif isinstance(event, (FirstToken, Finished, Failed)):
+            self._happened(event)
+            return
+        elif isinstance(event, Cancelled):
+            if event.request not in self._open:
+                return
+            self._open[event.request].over = True
+        elif isinstance(event, ReplicaUp):
+            self._versions[event.replica] = event.version
+        self._runner.feed(event)
+
+    def _happened(self, event: FirstToken | Finished | Failed) -> None:
+        seen = self._open.get(event.request)
+        if seen is None or seen.over:
+            return  # settled here, or told already
+        seen.really = event.replica
+        if seen.first >= 0:
+            self._compare(seen)
+        if not isinstance(event, FirstToken):
+            seen.over = True
+        if seen.replica >= 0:
+            self._tell(seen, event)
+        else:
+            seen.kept.append(event)
+
+    def _tell(self, seen: _Seen, event: FirstToken | Finished | Failed) -> None:
+        """The shadow has it in flight: let it happen there."""
+        request, replica = event.request, seen.replica
+        if not isinstance(event, Failed):
+            self._runner.feed(msgspec.structs.replace(event, replica=replica))
+        elif event.replica == replica or event.kind in CALLERS_FAULT:
+            self._runner.feed(Failed(request, replica, event.kind))
+        else:
+            self._give_up(request)
+
+    def _compare(self, seen: _Seen) -> None:
+        if not seen.compared and seen.really >= 0:
+            seen.compared = True
+            self._compared += 1
+            self._agreed += seen.really == seen.first
+
+    def _give_up(self, request: int) -> None:
+        """What would have become of it is unknown."""
+        self._unknown += 1
+        self._runner.feed(Cancelled(request))
+
+    # Decisions, which nobody carries out
+
+    def _apply(self, decision: Decision) -> None:
+        if isinstance(decision, Dispatch):
+            self._dispatched(decision)
+        elif isinstance(decision, Settled):
+            self._settled(decision)
+        elif isinstance(decision, Verify):
+            self._runner.feed(Verified(decision.request, decision.replica, "match"))
+        elif isinstance(decision, SaveCheckpoint):
+            self._runner.feed(CheckpointSaved(decision.request, f"shadow-{decision.request}"))
+        elif isinstance(decision, LookUp):
+            self._runner.feed(LookedUp(decision.request, found=False))
+        elif isinstance(decision, ReadProgress):
+            self._progress += 1  # it moves: whether it really does is the live policy's to judge
+            self._runner.feed(Progress(decision.replica, self._progress))
+        elif isinstance(decision, Warm):
+            version = self._versions.get(decision.replica, "")
+            self._runner.feed(Warmed(decision.replica, version))
+        elif isinstance(decision, Refused):
+            self.refused += 1
+        elif isinstance(decision, BreakerMoved):
+            self._moves[f"breaker {decision.state}"] += 1
+        elif isinstance(decision, Rotated):
+            self._moves[f"replica {decision.state}"] += 1
+
+    def _dispatched(self, decision: Dispatch) -> None:
+        seen = self._open[decision.request]
+        seen.replica = decision.replica
+        seen.dispatches += 1
+        if seen.dispatches == 1:
+            seen.first = decision.replica
+            self._compare(seen)
+            self._tiers[decision.tier] += 1
+            self._waits_ns.append(self._now_ns - seen.arrived_ns)
+        kept, seen.kept = seen.kept, []
+        if seen.over and not kept:
+            self._give_up(decision.request)
+        for event in kept:
+            self._tell(seen, event)
+
+    def _settled(self, settled: Settled) -> None:
+        self._open.pop(settled.request, None)
+        key = (settled.outcome, settled.why)
+        if key not in self._outcomes and len(self._outcomes) >= KINDS_MOST:
+            key = (settled.outcome, "other")
+        self._outcomes[key] += 1
+
+    def _arm(self, at_ns: int) -> None:
+        self._schedule(at_ns, self.tick)
+
+    def _switch_off(self, error: Exception) -> None:
+        self.errors += 1
+        self.off = f"{type(error).__name__}: {error}"
+        self._open.clear()
+        try:
+            self._on_trouble(f"the shadow policy is switched off, serving goes on: {self.off}")
+            self._log.close()
+        except Exception:  # nothing is left that could be done
+            self.errors += 1
+
+
+def _quantile_s(ordered_ns: list[int], percent: int) -> float | None:
+    """By nearest rank."""
+    if not ordered_ns:
+        return None
+    return ordered_ns[(len(ordered_ns) * percent + 99) // 100 - 1] / 1e9
