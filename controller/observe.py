@@ -21,6 +21,7 @@ from controller.listener import Listener
 from controller.store.log import LiveLog
 from policy.compose import build_policy
 from policy.decisions import (
+    Abort,
     BreakerMoved,
     Dispatch,
     LookUp,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from controller.call import Call
     from policy.decisions import Decision
     from policy.events import Event
     from policy.parameters import Parameters
@@ -73,19 +75,21 @@ class _Seen:
     """A request that the shadow has not settled."""
 
     __slots__ = (
-        "arrived_ns", "compared", "dispatches", "first", "kept", "over", "really", "replica",
+        "arrived_ns", "compared", "dispatches", "first", "given_up", "kept", "over", "really",
+        "replica",
     )  # fmt: skip
 
     def __init__(self, arrived_ns: int) -> None:
         self.arrived_ns = arrived_ns
         self.replica = -1
-        """Where the shadow has it in flight; -1: it holds it back, or has its answer."""
+        """Where the shadow sent it; -1: it holds it back."""
         self.dispatches = 0
         self.first = -1
         """Where the shadow sent it first."""
         self.really = -1
         """Where the live policy sent it, as far as is known."""
         self.compared = False
+        self.given_up = False
         self.kept: list[FirstToken | Finished | Failed] = []
         """What happened to it before the shadow sent it."""
         self.over = False
@@ -131,11 +135,11 @@ class Shadow(Listener):
         self._versions: dict[int, str] = {}
         self._progress = 0
         self._outcomes: Counter[tuple[str, str]] = Counter()
+        """By outcome and reason; "unknown" is an outcome of its own here."""
         self._tiers: Counter[str] = Counter()
         self._waits_ns: deque[int] = deque(maxlen=TIMES_MOST)
         self._moves: Counter[str] = Counter()
         self._arrived = 0
-        self._unknown = 0
         self._compared = 0
         self._agreed = 0
 
@@ -143,33 +147,23 @@ class Shadow(Listener):
 
     def fed(self, now_ns: int, event: Event) -> None:
         """The live policy was given ``event``."""
-        if not self.off:
-            try:
-                self._at(now_ns)
-                self._told(event)
-            except Exception as error:  # the live path must not notice
-                self._switch_off(error)
+        self._safely(lambda: self._told(event), now_ns)
+
+    def settled(self, call: Call, settled: Settled) -> None:
+        """Really settled, if need be without any event, as what nothing could serve."""
+        self._safely(lambda: self._ended(settled.request))
 
     def tick(self) -> None:
         """A timer fired."""
-        if not self.off:
-            try:
-                self._at(self._clock_ns())
-                self._runner.tick()
-            except Exception as error:
-                self._switch_off(error)
+        self._safely(self._runner.tick)
+
+    def flush(self) -> None:
+        """Write its log; to be called as often as for the live one."""
+        self._safely(self._log.flush)
 
     def deadline_ns(self) -> int | None:
         """When it wants to be ticked next; ``schedule`` was told."""
         return None if self.off else self.policy.deadline_ns()
-
-    def flush(self) -> None:
-        """Write its log; to be called as often as for the live one."""
-        if not self.off:
-            try:
-                self._log.flush()
-            except Exception as error:
-                self._switch_off(error)
 
     def close(self) -> None:
         if not self.off:
@@ -190,7 +184,6 @@ class Shadow(Listener):
             "degraded": outcomes.get("degraded", {}),
             "shed": outcomes.get("shed", {}),
             "failed": outcomes.get("failed", {}),
-            "unknown": self._unknown,
             "tiers": dict(sorted(self._tiers.items())),
             "queue_s_p50": _quantile_s(waits_ns, 50),
             "queue_s_p95": _quantile_s(waits_ns, 95),
@@ -204,9 +197,16 @@ class Shadow(Listener):
 
     # Facts, as the shadow has to hear them
 
-    def _at(self, now_ns: int) -> None:
-        # Its own ticks come between the live policy's events, which may have waited their turn.
-        self._now_ns = max(self._now_ns, now_ns)
+    def _safely(self, work: Callable[[], object], now_ns: int | None = None) -> None:
+        """The live path must not notice what goes wrong here."""
+        if self.off:
+            return
+        try:
+            # Its own ticks come between the live policy's events, which may have waited their turn.
+            self._now_ns = max(self._now_ns, self._clock_ns() if now_ns is None else now_ns)
+            work()
+        except Exception as error:
+            self._switch_off(error)
 
     def _told(self, event: Event) -> None:
         if isinstance(event, _LIVE_ONLY):
@@ -239,6 +239,13 @@ class Shadow(Listener):
         else:
             seen.kept.append(event)
 
+    def _ended(self, request: int) -> None:
+        seen = self._open.get(request)
+        if seen is not None and not seen.over:
+            seen.over = True
+            if seen.replica >= 0:
+                self._give_up(request, seen)
+
     def _tell(self, seen: _Seen, event: FirstToken | Finished | Failed) -> None:
         """The shadow has it in flight: let it happen there."""
         request, replica = event.request, seen.replica
@@ -247,7 +254,7 @@ class Shadow(Listener):
         elif event.replica == replica or event.kind in CALLERS_FAULT:
             self._runner.feed(Failed(request, replica, event.kind))
         else:
-            self._give_up(request)
+            self._give_up(request, seen)
 
     def _compare(self, seen: _Seen) -> None:
         if not seen.compared and seen.really >= 0:
@@ -255,9 +262,9 @@ class Shadow(Listener):
             self._compared += 1
             self._agreed += seen.really == seen.first
 
-    def _give_up(self, request: int) -> None:
+    def _give_up(self, request: int, seen: _Seen) -> None:
         """What would have become of it is unknown."""
-        self._unknown += 1
+        seen.given_up = True
         self._runner.feed(Cancelled(request))
 
     # Decisions, which nobody carries out
@@ -267,6 +274,9 @@ class Shadow(Listener):
             self._dispatched(decision)
         elif isinstance(decision, Settled):
             self._settled(decision)
+        elif isinstance(decision, Abort):
+            if decision.request in self._open:  # perhaps it waits here again
+                self._open[decision.request].replica = -1
         elif isinstance(decision, Verify):
             self._runner.feed(Verified(decision.request, decision.replica, "match"))
         elif isinstance(decision, SaveCheckpoint):
@@ -296,14 +306,16 @@ class Shadow(Listener):
             self._tiers[decision.tier] += 1
             self._waits_ns.append(self._now_ns - seen.arrived_ns)
         kept, seen.kept = seen.kept, []
-        if seen.over and not kept:
-            self._give_up(decision.request)
         for event in kept:
             self._tell(seen, event)
+        if seen.over and (not kept or isinstance(kept[-1], FirstToken)):
+            self._give_up(decision.request, seen)
 
     def _settled(self, settled: Settled) -> None:
-        self._open.pop(settled.request, None)
-        key = (settled.outcome, settled.why)
+        seen = self._open.pop(settled.request, None)
+        key: tuple[str, str] = (settled.outcome, settled.why)
+        if seen is not None and seen.given_up:
+            key = ("unknown", "")
         if key not in self._outcomes and len(self._outcomes) >= KINDS_MOST:
             key = (settled.outcome, "other")
         self._outcomes[key] += 1

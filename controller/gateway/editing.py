@@ -74,7 +74,7 @@ def as_events(body: bytes, chat: bool, usage: bool) -> list[bytes]:
 def cut_off(name: str, model: str, chat: bool) -> list[bytes]:
     """The end of a stream that has none of its own: no more was to be had."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
-    choice |= {"delta": {}} if chat else {"text": ""}
+    choice["delta" if chat else "text"] = {} if chat else ""
     event = {
         "id": name,
         "object": "chat.completion.chunk" if chat else "text_completion",

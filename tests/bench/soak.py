@@ -43,6 +43,7 @@ REQUIRED = ("requests", "failed_pct", "unaccounted", "rss_growth_pct")
 REQUESTS = 200_000
 LONG_REQUESTS = 1_000_000
 PER_S = 300.0
+POLICY = str(Path(__file__).with_name("gateway") / "soak.yaml")
 REPLICAS = 3
 BODIES = 4000
 EVERY_S = 12.0
@@ -90,10 +91,19 @@ class Tally:
 class Soak:
     """The run."""
 
-    def __init__(self, requests: int, per_s: float, seed: int, replicas: int, more: Sequence[str]):
+    def __init__(
+        self,
+        requests: int,
+        per_s: float,
+        seed: int,
+        replicas: int,
+        every_s: float,
+        more: Sequence[str],
+    ) -> None:
         self._requests = requests
         self._per_s = per_s
         self._seed = seed
+        self._every_s = every_s
         self._more = tuple(more)
         self.twins = [Twin(name, OUT) for name in "ABCD"[:replicas]]
         self.tally = Tally()
@@ -110,7 +120,8 @@ class Soak:
         try:
             await asyncio.gather(*(twin.start() for twin in self.twins))
             urls = [twin.url for twin in self.twins]
-            self.gateway = process.controller(OUT / "controller.log", urls, self.data, self._more)
+            options = ("--policy", POLICY, *self._more)
+            self.gateway = process.controller(OUT / "controller.log", urls, self.data, options)
             await self.gateway.start()
             self.client = Client(self.gateway.said["serving"], timeout_s=30.0)
             await self._up()
@@ -144,7 +155,7 @@ class Soak:
         return answer
 
     async def _soak(self) -> None:
-        self.chaos = Chaos(self.twins, self._seed, EVERY_S)
+        self.chaos = Chaos(self.twins, self._seed, self._every_s)
         chaos: asyncio.Task[None] | None = None
         saying = asyncio.ensure_future(self._say())
         began_s = monotonic()
@@ -267,10 +278,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--per-s", type=float, default=PER_S)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=REPLICAS, choices=(2, 3, 4))
+    parser.add_argument("--every-s", type=float, default=EVERY_S, help="from fault to fault")
     parser.add_argument("more", nargs="*", help="more options of `twinkeel serve`, after --")
     chosen = parser.parse_args(argv)
     requests = LONG_REQUESTS if chosen.long else chosen.requests
-    soak = Soak(requests, chosen.per_s, chosen.seed, chosen.replicas, chosen.more)
+    soak = Soak(requests, chosen.per_s, chosen.seed, chosen.replicas, chosen.every_s, chosen.more)
     uvloop.run(soak.run())
     figures = figures_of(soak, account(records(soak.data)))
     for figure in figures:

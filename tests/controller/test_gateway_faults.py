@@ -23,7 +23,7 @@ BEFORE = [
     ("stall", {"after_tokens": 0}, {"silent"}),
     ("reset", {"after_tokens": 0}, CUT),
     ("cut", {"after_tokens": 0}, CUT),
-    ("no_end", {"after_tokens": 0}, {"stream_cut", "empty"}),
+    ("no_end", {"after_tokens": 0}, {"stream_cut", "empty", "malformed"}),
     ("empty", {}, {"empty"}),
     ("null", {}, {"empty"}),
     ("abort", {"after_tokens": 0}, {"stream_cut"}),
@@ -40,20 +40,21 @@ MIDWAY = [
 ]
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize(("kind", "how", "expected"), BEFORE, ids=[each[0] for each in BEFORE])
 def test_before_the_first_byte_it_is_tried_elsewhere(
-    twins: list[Twin], tmp_path: Path, kind: str, how: dict[str, Any], expected: set[str]
-) -> None:
+    twins: list[Twin], tmp_path: Path, kind: str, how: dict[str, Any], expected: set[str],
+    stream: bool,
+) -> None:  # fmt: skip
     answers: list[Answer] = []
 
     async def play(url: str) -> None:
         twins[0].fault(kind, **how)
-        for first_streams in (True, False):  # the first of two goes to the first replica
-            asked = [chat(MODEL, "a story", 8, stream=each) for each in (first_streams, True)]
-            answers.extend(await ask_all(url, asked))
+        asked = chat(MODEL, "a story", 8, stream=stream)
+        answers.extend(await ask_all(url, [asked] * 2))  # one to each
 
     story = story_of([twin.url for twin in twins], tmp_path, play)
-    assert [answer.status for answer in answers] == [200] * 4, [each.body for each in answers]
+    assert [answer.status for answer in answers] == [200] * 2, [each.body for each in answers]
     for answer in answers:
         assert answer.good
         assert len(answer.text.split()) >= 8  # all of it came, and only once
@@ -61,9 +62,7 @@ def test_before_the_first_byte_it_is_tried_elsewhere(
     assert story.kinds(0) <= expected
     assert not story.kinds(1)
     tries = [request.tries for request in story.requests.values()]
-    assert [0, 1] in tries
-    whole_too = kind not in ("stall", "no_end")  # these are faults of streams
-    assert tries.count([0, 1]) >= 1 + whole_too
+    assert sorted(tries) == [[0, 1], [1]]
 
 
 @pytest.mark.parametrize(("kind", "expected"), MIDWAY, ids=[each[0] for each in MIDWAY])

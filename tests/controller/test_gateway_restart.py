@@ -1,0 +1,109 @@
+"""Ends: killed under load and back again, and told to stop with streams open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from policy.events import Restored
+from tests.controller.asking import Answer, ask, ask_all, chat, session
+from tests.controller.processes import MODEL, eventually, http
+from tests.controller.stories import read_story
+
+if TYPE_CHECKING:
+    from tests.controller.processes import Controller, Controllers, Twin
+
+BREAKS_SOON = """\
+schema: 1
+name: breaks-soon
+discipline: tiered
+health: {enabled: false}
+breakers:
+  rules:
+    - {name: broken, by: [line], kinds: [http_5xx], consecutive_least: 3, consecutive_ms: 0,
+       open_ms: 60000, open_most_ms: 60000}
+"""
+BAD = {"x-twinkeel-line": "bad"}
+
+
+def _open_breakers(controller: Controller) -> list[str]:
+    return [each["key"] for each in controller.status()["breakers"] if each["state"] == "open"]
+
+
+async def _killed_midway(controller: Controller) -> list[Answer]:
+    """Six streams are under way when it dies."""
+    async with session() as client:
+        asked = [
+            asyncio.create_task(ask(client, controller.url, chat(MODEL, f"{n}", 400)))
+            for n in range(6)
+        ]
+        await asyncio.sleep(0.8)
+        await asyncio.to_thread(controller.kill)
+        return list(await asyncio.gather(*asked))
+
+
+def test_killed_under_load_it_comes_back_as_it_was(
+    twins: list[Twin], controllers: Controllers
+) -> None:
+    controller = controllers([twin.url for twin in twins])
+    status, said = controller.admin("PUT", "/policy", BREAKS_SOON.encode())
+    assert status == 200, said
+    for twin in twins:
+        twin.fault("http_500")
+    asyncio.run(ask_all(controller.url, [chat(MODEL, "?", 4)] * 4, BAD, gap_s=0.05))
+    broken = eventually("a breaker opens", lambda: _open_breakers(controller), 5.0)
+    for twin in twins:
+        twin.heal()
+    answers = asyncio.run(_killed_midway(controller))
+    assert all(answer.text for answer in answers), "they were under way"
+    assert not any(answer.clean for answer in answers), "a closed connection, no clean end"
+    eventually("the servers are idle", lambda: all(twin.busy == 0 for twin in twins), 2.0)
+
+    again = controllers.again(controller.settings, controller.folder)
+    assert again.status()["policy"]["name"] == "breaks-soon"
+    assert _open_breakers(again) == broken
+    assert again.status()["open_requests"] == 0
+    before = sum(twin.state()["requests"] for twin in twins)
+    (still_broken,) = asyncio.run(ask_all(again.url, [chat(MODEL, "?", 4)], BAD))
+    assert still_broken.headers["x-twinkeel-degraded"] == "template"
+    assert sum(twin.state()["requests"] for twin in twins) == before
+    (fine,) = asyncio.run(ask_all(again.url, [chat(MODEL, "!", 4)]))
+    assert fine.good
+    again.stop()
+    records = again.records()
+    assert sum(isinstance(record.event, Restored) for record in records) == 1
+    story = read_story(records)
+    assert not story.refused
+    settled = [request.settled for request in story.requests.values()]
+    assert all(len(each) == 1 for each in settled)
+    assert sum(each[0].why == "controller_lost" for each in settled) == 6
+
+
+def test_told_to_stop_it_finishes_every_stream(twins: list[Twin], controllers: Controllers) -> None:
+    controller = controllers([twin.url for twin in twins], unready_s=0.5)
+    ready = f"{controller.url}/ready"
+    assert http("GET", ready)[0] == 200
+
+    async def run() -> list[Answer]:
+        async with session() as client:
+            asked = [
+                asyncio.create_task(ask(client, controller.url, chat(MODEL, f"{n}", 250)))
+                for n in range(20)
+            ]
+            await asyncio.sleep(0.5)
+            controller.term()
+            deadline_s = time.monotonic() + 0.4
+            while (status := (await asyncio.to_thread(http, "GET", ready))[0]) == 200:
+                assert time.monotonic() < deadline_s, "readiness goes first"
+            assert status == 503
+            return list(await asyncio.gather(*asked))
+
+    answers = asyncio.run(run())
+    assert sum(not answer.good for answer in answers) == 0
+    assert min(answer.ended_s for answer in answers) - answers[0].sent_s > 0.9  # they were open
+    assert controller.process.wait(10) == 0
+    with pytest.raises(OSError, match="refused"):
+        http("GET", ready)
