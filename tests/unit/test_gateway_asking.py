@@ -67,12 +67,19 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def check(endpoint: Any, headers: dict[str, str], body: bytes) -> None:
+    """It is read, and can be logged; or refused, and its caller told."""
     try:
         asked = read(endpoint, headers, body, SECRET)
-    except BadRequest as bad:
-        assert 400 <= bad.status < 500
-        str(bad).encode()  # the caller can be told
+    except BadRequest as refused:
+        bad = refused
+    else:
+        check_read(asked, body)
         return
+    assert 400 <= bad.status < 500
+    str(bad).encode()
+
+
+def check_read(asked: Asked, body: bytes) -> None:
     assert asked.body == body
     prompt_text(asked)
     arrived = Arrived(
@@ -80,7 +87,6 @@ def check(endpoint: Any, headers: dict[str, str], body: bytes) -> None:
         asked.line, asked.user, asked.session, asked.deadline_ns, asked.messages, asked.stream,
         asked.prefix, asked.prefix_block_bytes, asked.chain, asked.step, asked.resume,
     )  # fmt: skip
-    # The log can hold it.
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(arrived), type=Arrived) == arrived
     assert asked.traceparent.isascii()
 

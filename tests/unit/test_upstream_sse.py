@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def events(draw: st.DrawFn) -> bytes:
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     at = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[start:end] for start, end in zip(at, at[1:], strict=False)]
+    return [data[start:end] for start, end in pairwise(at)]
 
 
 @given(st.lists(events(), max_size=8), st.lists(st.integers(0, 10_000), max_size=40))
