@@ -63,8 +63,10 @@ if TYPE_CHECKING:
 
 TIMES_MOST = 10_000
 """Queue times kept for the quantiles: the last ones."""
-KINDS_MOST = 1_000
-"""Different outcomes counted; reasons can hold names that callers invent."""
+KINDS_MOST = 60
+"""Different outcomes and reasons counted; what a reason names, such as a breaker's key, is not."""
+_OUTCOMES = ("answered", "degraded", "shed", "failed", "cancelled", "unknown")
+_TOLD_WHY = frozenset({"degraded", "shed", "failed"})
 _LIVE_ONLY = (
     Ticked, Verified, CheckpointSaved, CheckpointFailed, LookedUp, Progress, Warmed, PolicySwitched,
 )  # fmt: skip
@@ -122,7 +124,6 @@ class Shadow(Listener):
         """Why it is switched off; empty: it is not."""
         self.refused = 0
         """Events that its policy found illegal: always 0 unless there is a fault here."""
-        self._name = parameters.name
         self._clock_ns = clock_ns
         self._schedule = schedule
         self._on_trouble = on_trouble
@@ -169,30 +170,29 @@ class Shadow(Listener):
         if not self.off:
             self._log.close()
 
-    def report(self) -> dict[str, Any]:
-        """What it would have done so far."""
-        outcomes: dict[str, dict[str, int]] = {}
-        for (outcome, why), count in sorted(self._outcomes.items()):
-            outcomes.setdefault(outcome, {})[why] = count
+    def report(self) -> dict[str, int]:
+        """What it would have done so far, by what and how often."""
+        totals: Counter[str] = Counter()
+        for (outcome, _), count in self._outcomes.items():
+            totals[outcome] += count
         waits_ns = sorted(self._waits_ns)
         return {
-            "policy": self._name,
-            "off": self.off,
             "arrived": self._arrived,
             "open": len(self._open),
-            "outcomes": {outcome: sum(whys.values()) for outcome, whys in outcomes.items()},
-            "degraded": outcomes.get("degraded", {}),
-            "shed": outcomes.get("shed", {}),
-            "failed": outcomes.get("failed", {}),
-            "tiers": dict(sorted(self._tiers.items())),
-            "queue_s_p50": _quantile_s(waits_ns, 50),
-            "queue_s_p95": _quantile_s(waits_ns, 95),
+            **{outcome: totals[outcome] for outcome in _OUTCOMES},
+            **{f"tier {tier}": count for tier, count in sorted(self._tiers.items())},
+            "queue_ms_p50": _quantile_ns(waits_ns, 50) // 1_000_000,
+            "queue_ms_p95": _quantile_ns(waits_ns, 95) // 1_000_000,
             "compared": self._compared,
             "same_replica": self._agreed,
-            "same_replica_share": self._agreed / self._compared if self._compared else None,
-            "moves": dict(sorted(self._moves.items())),
             "refused_events": self.refused,
-            "errors": self.errors,
+            "off": int(bool(self.off)),
+            **{
+                f"{outcome} {why}": count
+                for (outcome, why), count in sorted(self._outcomes.items())
+                if why and outcome in _TOLD_WHY
+            },
+            **dict(sorted(self._moves.items())),
         }
 
     # Facts, as the shadow has to hear them
@@ -313,7 +313,7 @@ class Shadow(Listener):
 
     def _settled(self, settled: Settled) -> None:
         seen = self._open.pop(settled.request, None)
-        key: tuple[str, str] = (settled.outcome, settled.why)
+        key: tuple[str, str] = (settled.outcome, settled.why.partition(" ")[0])
         if seen is not None and seen.given_up:
             key = ("unknown", "")
         if key not in self._outcomes and len(self._outcomes) >= KINDS_MOST:
@@ -334,8 +334,6 @@ class Shadow(Listener):
             self.errors += 1
 
 
-def _quantile_s(ordered_ns: list[int], percent: int) -> float | None:
-    """By nearest rank."""
-    if not ordered_ns:
-        return None
-    return ordered_ns[(len(ordered_ns) * percent + 99) // 100 - 1] / 1e9
+def _quantile_ns(ordered_ns: list[int], percent: int) -> int:
+    """By nearest rank; 0 of nothing."""
+    return ordered_ns[(len(ordered_ns) * percent + 99) // 100 - 1] if ordered_ns else 0

@@ -101,9 +101,9 @@ def read(
     """
     document = _document(body)
     model = document.get("model", "")
-    if not isinstance(model, str) or not _loggable(model):
+    if not isinstance(model, str) or len(model) > NAME_MOST or not _loggable(model):
         raise BadRequest(
-            f"model is {_shown(model)}: it must be a string without control characters", "model"
+            f"model is {_shown(model)}: it must be a string of at most 256 characters, none of them a control", "model"
         )
     stream = document.get("stream")
     if stream is not None and not isinstance(stream, bool):

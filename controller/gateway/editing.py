@@ -18,7 +18,7 @@ def whole_without_logprobs(body: bytes) -> bytes:
 
 def event_without_logprobs(event: bytes) -> bytes:
     """The same for an event of a stream."""
-    if b'"logprobs":null' in event or b"logprobs" not in event:
+    if event.count(b'"logprobs"') == event.count(b'"logprobs":null'):
         return event
     document = _decode(event[event.index(b"{") :].strip())
     if not _blanked(document):
@@ -61,9 +61,10 @@ def as_events(body: bytes, chat: bool, usage: bool) -> list[bytes]:
         document["object"] = "chat.completion.chunk"
         for choice in choices:
             delta = choice.pop("message", None) or {}
-            calls = delta.get("tool_calls") or ()
-            for index, call in enumerate(calls):
-                call.setdefault("index", index)
+            calls = delta.get("tool_calls")
+            for index, call in enumerate(calls if isinstance(calls, list) else ()):
+                if isinstance(call, dict):
+                    call.setdefault("index", index)
             choice["delta"] = delta
     events = [document]
     if usage and counts is not None:
@@ -89,6 +90,7 @@ def as_whole(payloads: list[bytes], chat: bool) -> bytes:
     """The first choice of a stream as an answer in one piece; ``payloads`` are its events' data."""
     whole: dict[str, Any] = {}
     text: list[str] = []
+    calls: dict[Any, dict[str, Any]] = {}
     finish: Any = None
     usage: Any = None
     for payload in payloads:
@@ -99,13 +101,32 @@ def as_whole(payloads: list[bytes], chat: bool) -> bytes:
         usage = document.get("usage") or usage
         for choice in document.get("choices") or ():
             if choice.get("index", 0) == 0:
-                part = (choice.get("delta") or {}).get("content") if chat else choice.get("text")
-                text.append(part or "")
+                delta = choice.get("delta") or {}
+                text.append((delta.get("content") if chat else choice.get("text")) or "")
+                _add_calls(calls, delta.get("tool_calls"))
                 finish = choice.get("finish_reason") or finish
     said = "".join(text)
     choice = {"index": 0, "finish_reason": finish}
-    choice |= {"message": {"role": "assistant", "content": said}} if chat else {"text": said}
+    message: dict[str, Any] = {"role": "assistant", "content": said}
+    if calls:
+        message |= {"content": said or None, "tool_calls": list(calls.values())}
+    choice |= {"message": message} if chat else {"text": said}
     whole |= {"choices": [choice], "usage": usage}
     if chat:
         whole["object"] = "chat.completion"
     return msgspec.json.encode(whole)
+
+
+def _add_calls(calls: dict[Any, dict[str, Any]], parts: Any) -> None:
+    """Put the parts of tool calls together, as they come in a stream: by their index."""
+    for part in parts if isinstance(parts, list) else ():
+        if not isinstance(part, dict):
+            continue
+        own = part.get("function") or {}
+        call = calls.setdefault(
+            part.get("index", 0), {"id": None, "type": "function", "function": {"arguments": ""}}
+        )
+        call["id"] = part.get("id") or call["id"]
+        function = call["function"]
+        function["name"] = own.get("name") or function.get("name")
+        function["arguments"] += own.get("arguments") or ""

@@ -168,7 +168,7 @@ def test_a_caller_that_leaves_aborts_once_and_frees_its_place() -> None:
 @pytest.mark.parametrize("pause_s", [0.0, 0.001, 0.005, 0.02])
 def test_callers_that_leave_at_any_moment_leave_nothing_behind(pause_s: float) -> None:
     """In the same turn of the loop as a token, a failure, the end, or the answer's way out."""
-    chance = random.Random(7)
+    chance = random.Random(7)  # noqa: S311 - a test
 
     async def script(question: Question, line: Line) -> None:
         kind = chance.randrange(5)
@@ -237,7 +237,7 @@ def test_what_a_server_that_is_down_holds_is_tried_elsewhere() -> None:
             assert got.status == 200
         assert [each.kind for each in running.events(Failed)] == ["replica_lost"] * 2
 
-    policy = ALONE | {"classes": {"p1_deadline_ms": 60_000}}
+    policy = ALONE | {"classes": {"p1_deadline_ms": 60_000, "p2_deadline_ms": 60_000}}
     run(test, held, other, policy=policy)
 
 
@@ -258,7 +258,11 @@ def test_a_server_that_comes_back_in_time_keeps_what_it_holds() -> None:
         assert (await task).status == 200
         assert running.events(Failed) == []
 
-    run(test, Server(script), policy=ALONE | {"classes": {"p1_deadline_ms": 60_000}})
+    run(
+        test,
+        Server(script),
+        policy=ALONE | {"classes": {"p1_deadline_ms": 60_000, "p2_deadline_ms": 60_000}},
+    )
 
 
 def test_a_server_that_is_silent_is_found_out() -> None:
@@ -356,7 +360,7 @@ def test_a_listener_hears_only_what_it_overrides() -> None:
 
 
 def test_many_at_once_each_get_their_own_answer() -> None:
-    chance = random.Random(3)
+    chance = random.Random(3)  # noqa: S311 - a test
 
     async def script(question: Question, line: Line) -> None:
         said = question.document["messages"][0]["content"]
@@ -390,7 +394,7 @@ def test_many_at_once_each_get_their_own_answer() -> None:
     policy = {
         "limits": {"enabled": False}, "breakers": {"enabled": False}, "health": {"enabled": False},
         "retries": {"budget_permille": 1000, "tries_most": 3},
-        "classes": {"p1_deadline_ms": 60_000},
+        "classes": {"p1_deadline_ms": 60_000, "p2_deadline_ms": 60_000},
     }  # fmt: skip
     run(test, *(Server(script) for _ in range(3)), policy=policy)
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.live
 
 SPAN_S = 70.0
 RATE = 7.0
-BURST = 90
+BURST = 220
 SEED = 7
 
 

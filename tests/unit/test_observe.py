@@ -79,6 +79,11 @@ class Stage:
         return [record.event for data in self.close() for record in read_segment(data).records]
 
 
+def outcomes(report: dict[str, int]) -> dict[str, int]:
+    names = ("answered", "degraded", "shed", "failed", "cancelled", "unknown")
+    return {name: report[name] for name in names if report[name]}
+
+
 ONE_AT_A_TIME = parameters(**QUEUE_ALONE, name="candidate")
 
 
@@ -93,12 +98,12 @@ def test_an_answer_is_told_where_the_shadow_would_have_had_it(tmp_path: Path) ->
     stage.feed(FirstToken(1, 0), 50 * MS)
     stage.feed(Finished(1, 0, 250, 0, 20), 50 * MS)
     report = stage.shadow.report()
-    assert report["policy"] == "candidate"
-    assert report["outcomes"] == {"answered": 2}
+    assert outcomes(report) == {"answered": 2}
     assert (report["compared"], report["same_replica"]) == (2, 1)
-    assert report["queue_s_p50"] == report["queue_s_p95"] == 0.0
-    assert sum(report["tiers"].values()) == 2
-    assert (report["open"], report["refused_events"], report["errors"]) == (0, 0, 0)
+    assert report["queue_ms_p50"] == report["queue_ms_p95"] == 0
+    assert report["tier stable"] == report["arrived"] == 2
+    assert (report["open"], report["refused_events"], report["off"]) == (0, 0, 0)
+    assert all(type(figure) is int for figure in report.values())
     events = stage.events()
     assert FirstToken(0, 0) in events
     assert FirstToken(0, 1) not in events
@@ -113,12 +118,13 @@ def test_what_came_while_it_was_queued_is_told_once_it_is_sent(tmp_path: Path) -
     assert stage.shadow.report()["open"] == 2
     stage.feed(FirstToken(1, 0), 10 * MS)
     stage.feed(Finished(1, 0, 250, 0, 20), 10 * MS)
-    assert stage.shadow.report()["outcomes"] == {}, "the shadow still holds it back"
+    assert outcomes(stage.shadow.report()) == {}, "the shadow still holds it back"
     stage.feed(FirstToken(0, 0), 10 * MS)
     stage.feed(Finished(0, 0, 250, 0, 20), 10 * MS)
     report = stage.shadow.report()
-    assert report["outcomes"] == {"answered": 2}
-    assert report["queue_s_p95"] == pytest.approx(0.04)
+    assert outcomes(report) == {"answered": 2}
+    assert report["queue_ms_p50"] == 0
+    assert report["queue_ms_p95"] == 40
     kinds = [type(event) for event in stage.events() if not isinstance(event, Ticked)]
     assert kinds[3:] == [FirstToken, Finished, FirstToken, Finished]
 
@@ -128,8 +134,8 @@ def test_what_the_shadow_shed_is_over_for_it(tmp_path: Path) -> None:
     stage.feed(up(0, models=("m",)))
     stage.arrive(0, model="other")
     report = stage.shadow.report()
-    assert report["outcomes"] == {"shed": 1}
-    assert report["shed"] == {"no_replica": 1}
+    assert outcomes(report) == {"shed": 1}
+    assert report["shed no_replica"] == 1
     stage.feed(FirstToken(0, 0))
     stage.feed(Finished(0, 0, 250, 0, 20))
     stage.feed(Cancelled(0))
@@ -144,13 +150,14 @@ def test_a_failure_counts_where_the_shadow_sent_it_too(tmp_path: Path) -> None:
     stage.feed(up(1))
     stage.arrive(0)
     stage.feed(Failed(0, 0, "http_5xx"), MS)
-    assert stage.shadow.report()["failed"] == {"http_5xx": 1}
+    assert stage.shadow.report()["failed http_5xx"] == 1
     stage.arrive(1)
     stage.feed(Failed(1, 1, "http_5xx"), MS)  # on a replica that the shadow did not choose
     stage.arrive(2)
     stage.feed(Failed(2, 1, "rejected"), MS)  # the caller's fault, wherever
-    assert stage.shadow.report()["outcomes"] == {"failed": 2, "unknown": 1}
-    assert stage.shadow.report()["failed"] == {"http_5xx": 1, "rejected": 1}
+    assert outcomes(stage.shadow.report()) == {"failed": 2, "unknown": 1}
+    assert stage.shadow.report()["failed http_5xx"] == 1
+    assert stage.shadow.report()["failed rejected"] == 1
     stage.close()
 
 
@@ -162,7 +169,7 @@ def test_a_retry_has_no_answer_and_is_given_up(tmp_path: Path) -> None:
     stage.feed(Failed(0, 0, "http_5xx"), MS)
     stage.wait(S)
     report = stage.shadow.report()
-    assert report["outcomes"] == {"unknown": 1}
+    assert outcomes(report) == {"unknown": 1}
     assert report["open"] == 0
     assert Cancelled(0) in stage.events()
 
@@ -173,7 +180,7 @@ def test_what_the_live_policy_refused_has_no_answer_here(tmp_path: Path) -> None
     for request in (0, 1):  # one goes, one waits
         stage.arrive(request)
         stage.shadow.settled(cast("Any", None), Settled(request, "shed", "", "no_replica", 503))
-    assert stage.shadow.report()["outcomes"] == {"unknown": 2}
+    assert outcomes(stage.shadow.report()) == {"unknown": 2}
     stage.close()
 
 
@@ -184,7 +191,7 @@ def test_a_caller_that_leaves_leaves_here_too(tmp_path: Path) -> None:
     stage.arrive(1)
     stage.feed(Cancelled(1))
     stage.feed(Cancelled(0))
-    assert stage.shadow.report()["outcomes"] == {"cancelled": 2}
+    assert outcomes(stage.shadow.report()) == {"cancelled": 2}
     stage.close()
 
 
@@ -203,7 +210,7 @@ def test_errands_are_answered_neutrally(tmp_path: Path) -> None:
     stage.feed(up(0))
     stage.arrive(0)
     stage.wait(20 * S)  # nothing comes back, and yet the replica is not judged by that
-    assert stage.shadow.report()["moves"] == {}
+    assert not [what for what in stage.shadow.report() if what.startswith("replica")]
     assert any(isinstance(event, Progress) for event in stage.events())
 
 
@@ -220,7 +227,7 @@ def test_chains_and_doubtful_answers_come_to_their_end(tmp_path: Path) -> None:
     report = stage.shadow.report()
     assert report["open"] == 0
     assert report["refused_events"] == 0
-    assert report["outcomes"]["answered"] >= 1
+    assert report["answered"] >= 1
     stage.close()
 
 
@@ -239,8 +246,8 @@ def test_a_fault_in_the_shadow_switches_it_off_and_nothing_else(tmp_path: Path) 
     stage.shadow.tick()
     stage.shadow.flush()
     report = stage.shadow.report()
-    assert report["off"] == "ZeroDivisionError: a bug"
-    assert report["errors"] == 1
+    assert report["off"] == stage.shadow.errors == 1
+    assert stage.shadow.off == "ZeroDivisionError: a bug"
     assert stage.shadow.deadline_ns() is None
     assert len(stage.troubles) == 1
     assert "switched off" in stage.troubles[0]
@@ -315,10 +322,10 @@ def test_whatever_happens_the_log_audits_and_nothing_is_left(
             break
         stage.wait(S)
     report = shadow.report()
-    assert report["off"] == ""
+    assert stage.shadow.off == ""
     assert not stage.troubles
     assert report["open"] == 0, "everything has its outcome"
-    assert report["arrived"] == len(walk.arrivals) == sum(report["outcomes"].values())
+    assert report["arrived"] == len(walk.arrivals) == sum(outcomes(report).values())
     assert report["refused_events"] <= walk.refused
     stage.close()
 

@@ -418,6 +418,31 @@ def test_retries_have_a_budget() -> None:
     assert again in checked.in_flight
 
 
+def test_what_an_ejected_replica_held_is_outside_the_budget() -> None:
+    none = {"budget_least": 0, "budget_permille": 0}
+    checked = tiered(2, retries=none, health={"failures_most": 2})
+    for _ in range(6):
+        checked.arrive()
+    bad = checked.dispatches[0].replica
+    held = [sent.request for sent in checked.dispatches if sent.replica == bad]
+    assert len(held) == 3
+    for request in held:  # with the second its replica leaves the rotation
+        checked.fail(request, "http_5xx")
+    assert [request in checked.in_flight for request in held] == [False, True, True]
+
+
+def test_what_a_lost_replica_held_may_be_a_little_late() -> None:
+    for grace_ms, moved in ((1500, True), (0, False)):
+        checked = tiered(2, retries={"lost_grace_ms": grace_ms})
+        request = checked.arrive(sla="P0")
+        checked.fail(request, "silent", 1600 * MS)  # past its class's deadline to first token
+        assert (request in checked.in_flight) is moved
+    checked = tiered(2)
+    request = checked.arrive(sla="P0", deadline_ns=1500 * MS)  # its caller's own word
+    checked.fail(request, "silent", 1600 * MS)
+    assert request not in checked.in_flight
+
+
 def test_two_time_outs_lead_to_fallback_and_a_lighter_model() -> None:
     checked = tiered(0, tiers={"fallback_model": "light"})
     for replica, models in enumerate((("m",), ("m",), ("m", "light"))):
