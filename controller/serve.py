@@ -30,6 +30,7 @@ from controller.listener import Listener
 from controller.observe import Shadow
 from controller.reading import Reader
 from controller.store.database import Database
+from controller.store.folder import alone_in
 from controller.store.log import LiveLog
 from controller.store.recorder import Recorder
 from controller.telemetry.metrics import LogHealth, Metrics, Sink
@@ -39,7 +40,9 @@ from controller.upstream.replica import Replica
 from controller.upstream.scrape import Scraper
 from controller.upstream.warming import warm
 from controller.upstream.watching import Watcher
+from policy.breakers import Breakers
 from policy.decisions import BreakerMoved
+from policy.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -127,6 +130,7 @@ async def _start(
     """Everything in its order; the stack takes it apart the other way round."""
     data = settings.data_path
     data.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(alone_in(data))
     token = load_token(settings)
     keys = load_keys(settings.keys) if settings.keys else None
     database = Database(data / "controller.sqlite")
@@ -134,9 +138,7 @@ async def _start(
     beginning = await begin(settings, database)
     driver, ears = await _driver(settings, beginning, database, stack)
     running = Running(settings, driver, token)
-    moved = await database.breakers()
-    ears.stats.restored([each.key for each in moved if each.state != "closed"])
-    ears.metrics.restored({each.key: cast("BreakerState", each.state) for each in moved})
+    await _tell_breakers(beginning, database, ears)
     go_on(beginning, driver, settings)
 
     answers = Answers()
@@ -225,6 +227,22 @@ async def _driver(
         driver.listen(shadow)
         ears.observed = reader.observed = shadow.report
     return driver, ears
+
+
+async def _tell_breakers(beginning: Beginning, database: Database, ears: _Ears) -> None:
+    """Which breakers the policy still has open: nothing moves them at a start."""
+    policy = beginning.policy
+    if not isinstance(policy, Service):
+        return
+    breakers = policy.mechanisms.get("breakers")
+    known = set(breakers.open_keys()) if isinstance(breakers, Breakers) else set()
+    states = {
+        each.key: cast("BreakerState", each.state)
+        for each in await database.breakers()
+        if each.key in known
+    }
+    ears.stats.restored(list(states))
+    ears.metrics.restored(states)
 
 
 def _recorder(

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policy.decisions import Abort, Dispatch, Refused, Settled
-from policy.events import Arrived, Cancelled, Failed, Finished, FirstToken
+from policy.events import (
+    Arrived,
+    Cancelled,
+    Failed,
+    Finished,
+    FirstToken,
+    PolicySwitched,
+    ReplicaDown,
+    Restored,
+)
 from policy.facts import Facts, FactsState, Illegal
 from policy.outcomes import CALLERS_FAULT, MAYBE_RUNNING, failed, too_large, unserved
 
@@ -65,6 +74,10 @@ class Fifo:
                 return self._failed(now_ns, event)
             if type(event) is Cancelled:
                 return self._cancelled(now_ns, event)
+            if type(event) is Restored:
+                return self._restored(now_ns, event)
+            if type(event) is PolicySwitched:
+                raise Illegal("a switch from discipline fifo needs a restart")
             self._facts.fleet(now_ns, event)
         except Illegal as illegal:
             return (Refused(type(event).__name__, str(illegal)),)
@@ -111,3 +124,19 @@ class Fifo:
         self._facts.drop(opened)
         settled = Settled(event.request, "cancelled", "", "client", 499)
         return (settled,) if replica < 0 else (Abort(event.request, replica), settled)
+
+    def _restored(self, now_ns: int, event: Restored) -> tuple[Decision, ...]:
+        """After a crash: what was open is lost, and replicas count again when they come up."""
+        facts = self._facts
+        if event.down_ns < 0:
+            raise Illegal(f"down_ns is {event.down_ns}: it must not be negative")
+        facts.now_ns = now_ns
+        lost = list(facts.open.values())
+        for opened in lost:
+            facts.drop(opened)
+        for replica in list(facts.replicas):
+            facts.fleet(now_ns, ReplicaDown(replica, "controller_lost"))
+        return tuple(
+            failed(opened.event.request, "controller_lost", "", self._retry_after_ns)
+            for opened in lost
+        )

@@ -40,7 +40,8 @@ class HostState(msgspec.Struct, array_like=True):
     """What was sent to a replica, in canonical form."""
 
     replica: int
-    prefixes: list[tuple[int, int]]
+    prefix_keys: list[int]
+    prefix_values: list[int]
     held_tokens: int
     pace_ppm: int
     paced_ns: int
@@ -529,8 +530,8 @@ class Tiered:
         retries = self._parameters.retries
         if opened.tries >= retries.tries_most or now_ns >= job.due_ns:
             return False
-        # What a lost or ejected replica held is no storm: it gets nothing new to fail. And a request
-        # that is being retried has its place.
+        # What a lost or ejected replica held is no storm: it gets nothing new to fail. And a
+        # request that is being retried has its place.
         host = self.hosts.get(opened.replica)
         gone = kind in LOST or host is None or host.out
         if not opened.tried and not gone:
@@ -761,7 +762,8 @@ class Tiered:
             [pool.state() for pool in self._pools.values()],
             [
                 HostState(
-                    number, list(host.prefixes.entries.items()), host.prefixes.held_tokens,
+                    number, list(host.prefixes.entries), list(host.prefixes.entries.values()),
+                    host.prefixes.held_tokens,
                     host.pace_ppm, host.paced_ns - now_ns, host.penalties, host.factor,
                     host.throttled,
                 )
@@ -794,7 +796,7 @@ class Tiered:
         self.placer.load(state.placer)
         for saved in state.hosts:
             prefixes = PrefixTable(parameters.history.prefix_entries_max)
-            prefixes.entries = dict(saved.prefixes)
+            prefixes.entries = dict(zip(saved.prefix_keys, saved.prefix_values, strict=True))
             prefixes.held_tokens = saved.held_tokens
             known = facts.replicas[saved.replica]
             host = Host(known, parameters.inflight, prefixes)

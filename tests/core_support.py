@@ -166,7 +166,7 @@ class Server:
                 question = await _question(reader)
                 self.questions.append(question)
                 await self.script(question, Line(reader, writer))
-        except (ConnectionError, asyncio.IncompleteReadError):
+        except (ConnectionError, RuntimeError, asyncio.IncompleteReadError):
             pass
         except Exception as trouble:
             self.troubles.append(trouble)

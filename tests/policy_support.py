@@ -26,6 +26,7 @@ from policy.events import (
     FirstToken,
     LookedUp,
     ReplicaUp,
+    Restored,
     Ticked,
     Verified,
 )
@@ -187,6 +188,9 @@ class Checked:
             if self.in_flight.get(event.request) == event.replica:
                 del self.in_flight[event.request]
                 self.waiting.add(event.request)
+        elif isinstance(event, Restored) and event.down_ns >= 0:
+            self.waiting.update(self.in_flight)
+            self.in_flight.clear()
         elif isinstance(event, Cancelled) and event.request in self.in_flight:
             del self.in_flight[event.request]
             self.waiting.add(event.request)

@@ -103,7 +103,9 @@ def read(
     model = document.get("model", "")
     if not isinstance(model, str) or len(model) > NAME_MOST or not _loggable(model):
         raise BadRequest(
-            f"model is {_shown(model)}: it must be a string of at most 256 characters, none of them a control", "model"
+            f"model is {_shown(model)}: it must be a string of at most {NAME_MOST} characters, none"
+            " of them a control",
+            "model",
         )
     stream = document.get("stream")
     if stream is not None and not isinstance(stream, bool):
@@ -135,8 +137,8 @@ def read(
         messages=len(document["messages"]) if chat else 1,
         sla=sla,
         line=_name(header("x-twinkeel-line"), "x-twinkeel-line") or line,
-        user=f"{name}/{user}" if name and user else user or name,
-        session=_name(header("x-twinkeel-session"), "x-twinkeel-session"),
+        user=_of_tenant(name, user) or name,
+        session=_of_tenant(name, _name(header("x-twinkeel-session"), "x-twinkeel-session")),
         chain=_name(header("x-twinkeel-chain"), "x-twinkeel-chain"),
         step=_name(header("x-twinkeel-step"), "x-twinkeel-step"),
         resume=_name(header("x-twinkeel-resume"), "x-twinkeel-resume"),
@@ -240,6 +242,11 @@ def _name(value: str | None, header: str) -> str:
     if not _loggable(value):
         raise BadRequest(f"{header} has characters that are no UTF-8, or control it", header)
     return value
+
+
+def _of_tenant(tenant: str, name: str) -> str:
+    """Names are the caller's own: two tenants' may be the same."""
+    return f"{tenant}/{name}" if tenant and name else name
 
 
 def _loggable(text: str) -> bool:

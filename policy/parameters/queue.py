@@ -267,9 +267,9 @@ class Retries(Section, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=3_600_000,
-            description="ms that a request whose replica was lost or fell silent still has from then"
-            " on, where its deadline is its class's and not its caller's own: silence is noticed"
-            " about when a P0's time is over, and late is better than lost.",
+            description="ms that a request whose replica was lost or fell silent still has from"
+            " then on, where its deadline is its class's and not its caller's own: silence is"
+            " noticed about when a P0's time is over, and late is better than lost.",
         ),
     ] = 1500
 

@@ -60,7 +60,8 @@ STREAM_COUNT = 150
 LATENCY_PER_S = 50
 CALLERS = 64
 IDLE_WANTED = 10_000
-IDLE_PORTS = 12
+IDLE_PER_REPLICA = 900
+"""Fewer than a replica's seats, and enough for one of them to speak every 2 s."""
 IDLE_HOLD_S = 62.0
 IDLE_OPEN_PER_S = 300
 FILES_SPARE = 120
@@ -302,7 +303,9 @@ async def idle(bench: Bench, wanted: int) -> list[Figure]:
     """Hold streams that bring one event a minute."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     count = min(wanted, (hard - FILES_SPARE) // 2)
-    mock = await bench.begin(process.mock(OUT / "idle-mock.log", IDLE_PORTS, bench.rest))
+    mock = await bench.begin(
+        process.mock(OUT / "idle-mock.log", count // IDLE_PER_REPLICA + 1, bench.rest)
+    )
     ours = await bench.gateway("idle", mock.said["mock"].split(), bench.more)
     client = Client(ours.said["serving"])
     to_mock = Client(mock.said["mock"].split()[0])

@@ -8,6 +8,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import uvloop
 
 from controller.config import Limits
 from policy.decisions import Abort, Dispatch
@@ -52,7 +53,7 @@ def run(test: Callable[[Core], Awaitable[None]], *servers: Server, **options: An
         async with asyncio.timeout(18), core(*servers, **options) as running:
             await test(running)
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 async def silent(_: Question, line: Line) -> None:
@@ -189,7 +190,7 @@ def test_callers_that_leave_at_any_moment_leave_nothing_behind(pause_s: float) -
     async def caller(running: Core, number: int) -> None:
         headers = {"x-twinkeel-chain": "c", "x-twinkeel-step": f"s{number}"} if number % 3 else {}
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(3 * pause_s * chance.random() + 0.004):
+            async with asyncio.timeout((0.06 + 3 * pause_s) * chance.random()):
                 await post(running.url, chat(stream=number % 2 == 0), headers=headers)
 
     async def test(running: Core) -> None:
@@ -272,11 +273,13 @@ def test_a_server_that_is_silent_is_found_out() -> None:
         await line.gone(15)
 
     async def test(running: Core) -> None:
-        got = await post(running.url, chat(stream=True))
+        async with asyncio.timeout(4):
+            got = await post(running.url, chat(stream=True))
         assert b'"silent"' in got.events[-1]
         assert len(running.events(Progress)) >= 2
+        running.down(1)
 
-    run(test, Server(script))
+    run(test, Server(script), Server(script))
 
 
 def test_the_policy_can_be_switched_while_requests_are_open() -> None:
@@ -412,5 +415,5 @@ def test_closing_ends_what_is_under_way() -> None:
         await asyncio.gather(task, return_exceptions=True)
         assert task.done()
 
-    asyncio.run(main())
+    uvloop.run(main())
     assert server.questions[0].path == CHAT

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from controller.config import Features, Limits
 from policy.events import Cancelled, Failed, Finished, FirstToken
@@ -50,7 +51,7 @@ def run(test: Callable[[Core], Awaitable[None]], *servers: Server, **options: An
         async with asyncio.timeout(18), core(*servers, **options) as running:
             await test(running)
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def raw_request(body: bytes, *headers: bytes, version: str = "1.1") -> bytes:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from policy.decisions import Abort, Dispatch, Refused, Settled
-from policy.events import Cancelled, Failed, Finished, FirstToken, ReplicaDown, Ticked
+from policy.events import (
+    Cancelled,
+    Failed,
+    Finished,
+    FirstToken,
+    PolicySwitched,
+    ReplicaDown,
+    Restored,
+    Ticked,
+)
 from tests.policy_support import Checked, arrived, parameters, up
 
 
@@ -94,3 +103,23 @@ def test_a_client_that_leaves_is_aborted_upstream_once() -> None:
 def test_an_illegal_event_is_refused_by_name() -> None:
     (decision,) = fifo().feed(FirstToken(3, 0))
     assert decision == Refused("FirstToken", "request 3 never arrived")
+
+
+def test_after_a_crash_what_was_open_is_lost_and_replicas_must_come_up_anew() -> None:
+    checked = fifo()
+    checked.arrive()
+    checked.arrive()
+    checked.finish(0)
+    (lost,) = checked.feed(Restored(1))
+    assert lost == Settled(1, "failed", "", "controller_lost", 503, 10**9)
+    (decision,) = checked.feed(arrived(2))
+    assert isinstance(decision, Settled)
+    assert decision.why == "no_replica"
+    (refused,) = checked.feed(Restored(-1))
+    assert isinstance(refused, Refused)
+
+
+def test_a_switch_is_refused() -> None:
+    (refused,) = fifo().feed(PolicySwitched("{}", "{}"))
+    assert isinstance(refused, Refused)
+    assert "restart" in refused.why
