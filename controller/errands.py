@@ -172,5 +172,15 @@ class Errands:
         age_ns = now_ns - kept.at_ns
         driver.feed(LookedUp(decision.request, True, age_ns, kept.confidence_permille))
 
+    def warm_up(self, replica: Replica) -> None:
+        """Let it answer a first few requests, logprobs among them: compiling what they need takes
+        vLLM seconds, which its first callers should not wait for."""
+        self._spawn(self._warm_quietly(replica))
+
+    async def _warm_quietly(self, replica: Replica) -> None:
+        warmed = await self._warm_up(replica)
+        if not warmed.ok:
+            LOGGER.warning("%s did not answer its warm-up requests", replica.name)
+
     async def _warm(self, replica: Replica) -> None:
         self._driver.feed(await self._warm_up(replica))

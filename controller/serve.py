@@ -42,6 +42,7 @@ from controller.upstream.warming import warm
 from controller.upstream.watching import Watcher
 from policy.breakers import Breakers
 from policy.decisions import BreakerMoved
+from policy.events import ReplicaUp
 from policy.service import Service
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from controller.beginning import Beginning
     from controller.config import Settings
     from policy.decisions import BreakerState, Decision
+    from policy.events import Event
     from policy.parameters import Parameters
 
 LOGGER = logging.getLogger("twinkeel")
@@ -307,10 +309,24 @@ def _servers(
     )
     stack.push_async_callback(errands.close)
     driver.start(errands, watcher.suspect)
+    if settings.features.confidence:
+        driver.listen(_Warming(driver, errands))
     watcher.start()
     stack.push_async_callback(watcher.close)
     scraper.start()
     stack.push_async_callback(scraper.close)
+
+
+class _Warming(Listener):
+    """Has a server that came up compile what logprobs need."""
+
+    def __init__(self, driver: Driver, errands: Errands) -> None:
+        self._driver = driver
+        self._errands = errands
+
+    def fed(self, now_ns: int, event: Event) -> None:
+        if isinstance(event, ReplicaUp):
+            self._errands.warm_up(self._driver.replicas[event.replica])
 
 
 # ---- the process ----

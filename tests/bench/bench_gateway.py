@@ -64,6 +64,7 @@ IDLE_PER_REPLICA = 900
 """Fewer than a replica's seats, and enough for one of them to speak every 2 s."""
 IDLE_HOLD_S = 62.0
 IDLE_OPEN_PER_S = 300
+IDLE_STEP = 1000
 FILES_SPARE = 120
 ANY = ">= 0"
 """The goal of a figure that is only reported."""
@@ -141,12 +142,15 @@ async def serving(url: str, within_s: float = 20.0) -> None:
         await client.close()
 
 
-def requests(client: Client, *, stream: bool, mock: str = "") -> list[bytes]:
+def requests(
+    client: Client, *, stream: bool, mock: str = "", deadline_s: float = 0.0
+) -> list[bytes]:
     """One request of each user."""
     text = "How high does the water rise at the quay tonight, and when must the boat be out? " * 2
     body = chat(64, stream=stream, text=text, temperature=0.7, mock=mock)
     return [
-        client.request("POST", CHAT, body, headers(f"user-{number}")) for number in range(USERS)
+        client.request("POST", CHAT, body, headers(f"user-{number}", deadline_s=deadline_s))
+        for number in range(USERS)
     ]
 
 
@@ -287,31 +291,37 @@ async def confidence(bench: Bench, rounds: int) -> list[Figure]:
 
 async def opened(client: Client, count: int) -> AsyncIterator[list[Exchange]]:
     """Open idle streams; each step yields all so far."""
-    sent = requests(client, stream=True, mock="idle")
+    sent = requests(client, stream=True, mock="idle", deadline_s=3600.0)
     exchanges: list[Exchange] = []
 
     def send(number: int) -> None:
         exchanges.append(client.send(sent[number % USERS], timeout_s=900.0))
 
-    step = 1000
     while len(exchanges) < count:
-        await paced(IDLE_OPEN_PER_S, min(step, count - len(exchanges)), send)
+        await paced(IDLE_OPEN_PER_S, min(IDLE_STEP, count - len(exchanges)), send)
         yield exchanges
 
 
-async def idle(bench: Bench, wanted: int) -> list[Figure]:
+def seats(count: int, replicas: int, files: int) -> int:
+    """How many streams each replica shall take. A stream under way needs two open files, one that
+    waits only one; where the system allows too few files for all, some have to wait."""
+    under_way = min(count, files - FILES_SPARE - count) // replicas
+    # The stable preset sends 2 % more than the seats, and leaves 5 % of that to Turbo.
+    return max(1, int((under_way + 1) / 0.95 / 1.02))
+
+
+async def idle(bench: Bench, count: int) -> list[Figure]:
     """Hold streams that bring one event a minute."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    count = min(wanted, (hard - FILES_SPARE) // 2)
-    mock = await bench.begin(
-        process.mock(OUT / "idle-mock.log", count // IDLE_PER_REPLICA + 1, bench.rest)
-    )
-    ours = await bench.gateway("idle", mock.said["mock"].split(), bench.more)
+    replicas = count // IDLE_PER_REPLICA + 1
+    mock = await bench.begin(process.mock(OUT / "idle-mock.log", replicas, bench.rest))
+    part = f",max_num_seqs={min(1024, seats(count, replicas, hard))}"
+    urls = [url + part for url in mock.said["mock"].split()]
+    ours = await bench.gateway("idle", urls, bench.more)
     client = Client(ours.said["serving"])
     to_mock = Client(mock.said["mock"].split()[0])
     try:
         before = ours.rss_bytes()
-        files = ours.files()
         exchanges: list[Exchange] = []
         async for exchanges in opened(client, count):
             say(f"  idle: {len(exchanges)} opened, {ours.rss_bytes() / 2**20:.0f} MiB")
@@ -322,31 +332,41 @@ async def idle(bench: Bench, wanted: int) -> list[Figure]:
         await asyncio.sleep(IDLE_HOLD_S)
         cpu_share = (ours.cpu_s() - cpu_s) / (time.monotonic() - held_s)
         now_s = time.monotonic()
-        held = sum(not e.done.done() and now_s - e.news_s < IDLE_HOLD_S for e in exchanges)
-        lost = kinds(e.done.result() for e in exchanges if e.done.done())
+        held = [e for e in exchanges if not e.done.done() and now_s - e.heard_s < IDLE_HOLD_S]
+        waiting = sum(not exchange.first_s for exchange in held)
+        ended = kinds(e.done.result() for e in exchanges if e.done.done())
         for exchange in exchanges:
             exchange.leave()
-        await asyncio.sleep(3.0)
-        left = json.loads((await to_mock.get("/mock/counts")).body)["open"]
-        after = ours.files() - files
+        gone_s = await let_go(to_mock)
     finally:
         await client.close()
         await to_mock.close()
         await ours.stop()
         await mock.stop()
-    each = (full - before) / max(1, held) / 1024
-    say(f"  idle: {held} held, ended {dict(lost)}, {each:.0f} KiB each, {left} left upstream")
+    each = (full - before) / max(1, len(held)) / 1024
     how = (
-        f"open streams after {IDLE_HOLD_S:.0f} s at one event a minute, each heard of in that time;"
-        f" {len(exchanges)} were opened, as the limit of {hard} open files allows"
+        f"open streams, each heard of in the last {IDLE_HOLD_S:.0f} s, at one event a minute;"
+        f" {waiting} of them wait in the queue for their first, as the limit of {hard} open files"
+        f" allows; ended: {dict(ended)}"
     )
-    leftover = f"3 s after all clients left; {after} more files open than before"
+    say(f"  idle: {len(held)} held, {waiting} of them queued; {each:.0f} KiB each; {how}")
     return [
-        Figure("idle_streams", held, "1", f">= {IDLE_WANTED}", how),
+        Figure("idle_streams", len(held), "1", f">= {IDLE_WANTED}", how),
         Figure("idle_stream_kib", each, "KiB", ANY, "memory of the controller a stream"),
         Figure("idle_cpu_pct", 100 * cpu_share, "%", ANY, "CPU of a core while they idle"),
-        Figure("idle_left_upstream", left, "1", "= 0", leftover),
-    ]
+        Figure("idle_gone_s", gone_s, "s", "<= 15",
+               f"until nothing is left upstream after {len(held)} clients left at once"),
+    ]  # fmt: skip
+
+
+async def let_go(to_mock: Client) -> float:
+    """Seconds until the mock server has no open request any more, at most 30."""
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 30.0:
+        if json.loads((await to_mock.get("/mock/counts")).body)["open"] == 0:
+            break
+        await asyncio.sleep(0.1)
+    return time.monotonic() - began_s
 
 
 async def run(parts: Sequence[str], quick: bool, more: Sequence[str]) -> list[Figure]:

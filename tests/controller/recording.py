@@ -99,17 +99,17 @@ def predict(trace: Path, folder: Path, replicas: int = 2, policy: str = "stable"
     """Replay the recorded arrivals in the twin, with the network and gateway times that were seen,
     and compare request by request."""
     live = pq.read_table(trace).to_pydict()
-    network_ns = _median_ns(live["network_s"]) // 2
+    fleet = fleet_of([(PROFILE, replicas)])
     world = WorldSettings(
-        gateway_ns=_entry_ns(live),
-        network_ns=network_ns,
+        gateway_ns=_entry_ns(live, fleet[0].profile.overheads.request_in_ns.value),
+        network_ns=_median_ns(live["network_s"]) // 2,
         scrape_every_ns=NS,
         scrape_age_ns=0,
     )
     out = folder / "predicted"
     replay(
         open_trace(trace),
-        fleet_of([(PROFILE, replicas)]),
+        fleet,
         load_policy(policy),
         ReplayOptions(world=world),
         out=out,
@@ -137,14 +137,16 @@ def predict(trace: Path, folder: Path, replicas: int = 2, policy: str = "stable"
     return comparison
 
 
-def _entry_ns(live: dict[str, list[Any]]) -> int:
+def _entry_ns(live: dict[str, list[Any]], request_in_ns: float) -> int:
     """What it takes to read a request and to send it on: of the time to first token, all that is
-    neither queue, nor engine, nor network. The gateway's other work comes after the first token."""
+    neither queue, nor network, nor the server's, of which its profile knows what no engine counts.
+    The gateway's other work comes after the first token."""
     parts = zip(
         *(live[f"{hop}_s"] for hop in ("ttft", "queue", "schedule", "prefill", "network")),
         strict=True,
     )
-    return max(0, _median_ns([ttft - sum(rest) for ttft, *rest in parts if None not in rest]))
+    left = _median_ns([ttft - sum(rest) for ttft, *rest in parts if None not in rest])
+    return max(0, left - round(request_in_ns))
 
 
 def _median_ns(values: list[float | None]) -> int:

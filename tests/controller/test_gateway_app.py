@@ -468,13 +468,8 @@ def test_a_caller_that_reads_no_more_is_let_go(taken: int) -> None:
     """The server is not to blame: its stream counts as held up."""
 
     async def test(running: Core) -> None:
-        host, port = running.url.removeprefix("http://").split(":")
         loop = asyncio.get_running_loop()
-        with socket.socket() as caller:
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            caller.setblocking(False)
-            await loop.sock_connect(caller, (host, int(port)))
-            await loop.sock_sendall(caller, raw_request(json.dumps(chat(stream=True)).encode()))
+        with await stalled_caller(running, chat(stream=True)) as caller:
             blocked = running.driver.streams.blocked
             await running.until(lambda: blocked.get(0), 3.0)
             left = taken
@@ -486,6 +481,50 @@ def test_a_caller_that_reads_no_more_is_let_go(taken: int) -> None:
         assert [each.outcome for each in running.outcomes()] == ["cancelled"]
 
     run(test, Server(flood), limits=Limits(unread_s_most=0.7), policy=ALONE)
+
+
+async def stalled_caller(running: Core, document: dict[str, Any]) -> socket.socket:
+    """One that has asked and reads nothing."""
+    host, port = running.url.removeprefix("http://").split(":")
+    loop = asyncio.get_running_loop()
+    caller = socket.socket()
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    caller.setblocking(False)
+    await loop.sock_connect(caller, (host, int(port)))
+    await loop.sock_sendall(caller, raw_request(json.dumps(document).encode()))
+    return caller
+
+
+def test_a_caller_that_does_not_read_the_end_is_let_go() -> None:
+    begun: list[Core] = []
+
+    async def script(_: Question, line: Line) -> None:
+        await line.head()
+        (call,) = begun[0].driver.calls.values()
+        while not call.web.protocol.writing_paused:
+            await line.part(delta("y" * 4000))
+            await asyncio.sleep(0)
+        await line.part(delta(None, "stop") + DONE)
+        await line.end()
+
+    async def test(running: Core) -> None:
+        begun.append(running)
+        with await stalled_caller(running, chat(stream=True)):
+            await running.until(running.outcomes)
+            await running.until(lambda: not running.driver.open, 4.0)
+        assert len(running.outcomes()) == 1
+
+    run(test, Server(script), limits=Limits(unread_s_most=0.5), policy=ALONE)
+
+
+def test_a_caller_that_does_not_read_a_whole_answer_is_let_go() -> None:
+    async def test(running: Core) -> None:
+        with await stalled_caller(running, chat()):
+            await running.until(running.outcomes)
+            await running.until(lambda: not running.driver.open, 4.0)
+
+    server = saying(whole("y" * 20_000_000))
+    run(test, server, limits=Limits(unread_s_most=0.5), policy=ALONE)
 
 
 def test_a_slow_reader_gets_every_byte() -> None:

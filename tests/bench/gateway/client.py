@@ -54,8 +54,8 @@ class Exchange:
     """A request under way."""
 
     __slots__ = (
-        "body", "connection", "done", "first_s", "gap_s", "head", "kept", "news_s", "on_event",
-        "sent_s", "status", "stream", "timer",
+        "body", "connection", "done", "first_s", "gap_s", "head", "heard_s", "kept", "news_s",
+        "on_event", "sent_s", "status", "stream", "timer",
     )  # fmt: skip
 
     def __init__(self, done: asyncio.Future[Answer], kept: bool) -> None:
@@ -64,6 +64,8 @@ class Exchange:
         self.connection: Connection | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.sent_s = self.first_s = self.news_s = self.gap_s = 0.0
+        self.heard_s = 0.0
+        """When anything came last, be it a comment."""
         self.status = 0
         self.stream = False
         self.head = b""
@@ -181,9 +183,9 @@ class Connection(asyncio.Protocol):
         if not payload:
             return
         exchange.body += payload
+        exchange.heard_s = now_s = monotonic()
         if payload.startswith(b":"):
             return  # a comment, which only keeps the connection open
-        now_s = monotonic()
         if not exchange.first_s:
             exchange.first_s = now_s
         else:
