@@ -288,8 +288,9 @@ class Driver:
         call.tier = decision.tier
         call.tries += 1
         call.dispatched_ns = self.now_ns()
-        call.output_tokens = 0
+        call.output_tokens = call.events_sent = 0
         call.first_ns = -1
+        call.tail = []
         for hear in self._hear["dispatched"]:
             hear(call)
         attempt = self._loop.create_task(self.client.attempt(call, replica, decision))

@@ -211,7 +211,8 @@ class Fleet:
             health = self.health
             if moved.state != "probing" or health is None or not health.takes(moved.replica):
                 host.out = True
-        if moved.state not in ("ejected", "isolated") or moved.why == "backpressure":
+        out = moved.state in ("ejected", "isolated")
+        if moved.why == "backpressure" or not (out or moved.why == "silent"):
             return
         replica = moved.replica
         known = self._facts.replicas.get(replica)

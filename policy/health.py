@@ -414,6 +414,9 @@ class Health:
         out = sum(peer.state != "in" for peer in peers)
         allowed = (out + 1) * 1000 <= self._section.ejected_most_permille * len(peers)
         if not (allowed and self._section.enforce):
+            if why == "silent" and self._section.enforce:
+                # It has to stay, but what waits there for nothing must not.
+                return (Rotated(watch.replica, watch.state, why),)
             return ()
         self.enforced += 1
         return (self._eject(now_ns, watch, why, bar_permille),)

@@ -16,8 +16,8 @@ from aiohttp import web
 from controller.call import Call
 from controller.gateway import asking, editing, errors
 from controller.gateway.asking import BadRequest
-from controller.gateway.slow import let_go
-from controller.gateway.streams import CallerGone
+from controller.gateway.slow import watch
+from controller.gateway.streams import CallerGone, let_go
 from controller.store.database import Database, DatabaseError
 from controller.telemetry.timing import server_timing, timing_object
 
@@ -97,7 +97,7 @@ class Gateway:
     def guard(self, runner: web.AppRunner) -> None:
         """From now on let go of callers that open a connection and do not get their request out."""
         self._guard = asyncio.get_running_loop().create_task(
-            let_go(runner, self._limits.header_s_most)
+            watch(runner, self._limits.header_s_most)
         )
 
     async def close(self) -> None:
@@ -274,9 +274,7 @@ class Gateway:
         except (ConnectionError, RuntimeError):
             raise CallerGone from None
         except TimeoutError:
-            if call.web.transport is not None:
-                call.web.transport.abort()
-            raise CallerGone from None
+            let_go(call)
         return response
 
     def _headers(self, call: Call, settled: Settled) -> dict[str, str]:

@@ -23,6 +23,7 @@ PATHS: Mapping[Endpoint, str] = {
 }
 NAME_MOST = 256
 """Characters of a name in a header."""
+NESTING_MOST = 128
 PREFIX_BLOCK_BYTES = 512
 PREFIX_BLOCKS_MOST = 64
 SLA = frozenset({"", "P0", "P1", "P2"})
@@ -176,7 +177,24 @@ def _document(body: bytes) -> dict[str, Any]:
         raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(document, dict):
         raise BadRequest("the body is not a JSON object", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > NESTING_MOST and _is_deep(document):
+        raise BadRequest(f"the body is nested more than {NESTING_MOST} deep", code="invalid_json")
     return document
+
+
+def _is_deep(document: object) -> bool:
+    """Whether it is nested deeper than what is still encoded again safely, level by level."""
+    level: list[Any] = [document]
+    for _ in range(NESTING_MOST):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _chat_texts(document: dict[str, Any]) -> Iterator[bytes]:

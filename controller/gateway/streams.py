@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from controller.telemetry.timing import server_timing_so_far
 
@@ -76,9 +76,12 @@ class Streams:
         await self.send(call, data)
         assert call.response is not None
         try:
-            await call.response.write_eof()
+            async with asyncio.timeout(self._unread_s_most):
+                await call.response.write_eof()
         except (ConnectionError, RuntimeError):
             raise CallerGone from None
+        except TimeoutError:
+            let_go(call)
 
     def _begin(self, call: Call) -> None:
         call.committed = True
@@ -102,11 +105,16 @@ class Streams:
             async with asyncio.timeout(self._unread_s_most):
                 await call.response.write(data)  # type: ignore[union-attr]
         except TimeoutError:
-            if call.web.transport is not None:
-                call.web.transport.abort()
-            raise CallerGone from None
+            let_go(call)
         finally:
             self.blocked[number] -= 1
+
+
+def let_go(call: Call) -> NoReturn:
+    """Cut the connection of a caller that takes nothing."""
+    if call.web.transport is not None:
+        call.web.transport.abort()
+    raise CallerGone
 
 
 def _is_full(call: Call, more: int) -> bool:

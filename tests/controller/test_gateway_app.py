@@ -14,7 +14,8 @@ import pytest
 import uvloop
 
 from controller.config import Features, Limits
-from policy.events import Cancelled, Failed, Finished, FirstToken
+from controller.gateway.keys import Entry, Keys, digest_of, new_key
+from policy.events import Arrived, Cancelled, Failed, Finished, FirstToken
 from tests.core_support import (
     CHAT,
     COMPLETIONS,
@@ -33,6 +34,7 @@ from tests.core_support import (
     core,
     delta,
     event,
+    good,
     post,
     whole,
 )
@@ -374,6 +376,39 @@ def test_a_stream_that_breaks_off_before_the_first_token_goes_elsewhere(how: str
     run(test, bad, Server(), features=Features(extras=False))
 
 
+BAD_HTTP = {
+    "garbage": (b"garbage\r\n\r\n", "malformed"),
+    "redirect": (b"HTTP/1.1 302 X\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "malformed"),
+    "short": (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{", "stream_cut"),
+    "bad chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "malformed"),
+    "not packed": (
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+        "stream_cut",
+    ),
+    "half a head": (b"HTTP/1.1 200 OK\r\nContent-Le", "replica_lost"),
+    "nothing": (b"", "replica_lost"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", BAD_HTTP)
+def test_what_is_no_http_is_tried_elsewhere(name: str, stream: bool) -> None:
+    data, kind = BAD_HTTP[name]
+
+    async def script(_: Question, line: Line) -> None:
+        await line.raw(data)
+        line.close()
+
+    bad = Server(script)
+
+    async def test(running: Core) -> None:
+        got = await post(running.url, chat(stream=stream))
+        assert b"Good " in got.body
+        assert [each.kind for each in running.events(Failed)] == [kind]
+
+    run(test, bad, Server(), policy=ALONE)
+
+
 def test_what_came_with_the_error_in_one_write_is_delivered_or_tried_elsewhere() -> None:
     async def script(_: Question, line: Line) -> None:
         await line.head()
@@ -443,14 +478,17 @@ def test_a_caller_that_leaves_while_it_waits_is_forgotten() -> None:
     server = Server(silent)
 
     async def test(running: Core) -> None:
-        tasks = [asyncio.create_task(post(running.url, chat(max_tokens=10))) for _ in range(4)]
-        await running.until(lambda: running.driver.open == 4)
+        first = asyncio.create_task(post(running.url, chat()))
         await running.until(lambda: server.questions)
-        for task in reversed(tasks):
+        waiting = [asyncio.create_task(post(running.url, chat(stream=True))) for _ in range(3)]
+        await running.until(lambda: running.driver.open == 4)
+        for task in waiting:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await running.until(lambda: not running.driver.calls)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await running.until(lambda: running.driver.open == 1)
         assert len(server.questions) == 1
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
 
     run(test, server, policy=ALONE, up={"max_num_seqs": 1})
 
@@ -665,6 +703,16 @@ def test_http_1_0_is_served() -> None:
     run(test, Server(), features=Features(extras=False))
 
 
+def test_nested_bodies_are_answered_or_refused() -> None:
+    async def test(running: Core) -> None:
+        for depth in (100, *range(880, 992)):
+            body = b'{"model":"m","messages":[{"role":"user","content":"Hi"}],"x":%s}'
+            got = await post(running.url, body % (b"[" * depth + b"]" * depth))
+            assert got.status in (200, 400), depth
+
+    run(test, Server())
+
+
 def test_an_unknown_model_is_the_callers_mistake() -> None:
     async def test(running: Core) -> None:
         got = await post(running.url, chat(model="other"))
@@ -715,6 +763,44 @@ def test_no_more_than_so_many_requests_are_open() -> None:
         assert (await post(running.url, chat())).status == 200
 
     run(test, Server(script), limits=Limits(open_most=1))
+
+
+def test_with_api_keys_only_tenants_are_served() -> None:
+    key = new_key()
+    keys = Keys([Entry(digest_of(key), "shop", sla="P0", line="sales")])
+    server = Server()
+
+    async def test(running: Core) -> None:
+        for headers in ({}, {"Authorization": "Bearer tk-wrong"}, {"Authorization": key}):
+            got = await post(running.url, chat(), headers=headers)
+            assert got.status == 401
+            assert got.document["error"]["code"] == "invalid_api_key"
+        got = await post(running.url, chat(), headers={"Authorization": f"Bearer {key}"})
+        assert got.status == 200
+        assert "authorization" not in server.questions[0].headers
+        (arrived,) = running.events(Arrived)
+        assert (arrived.user, arrived.sla, arrived.line) == ("shop", "P0", "sales")
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(running.url + "/v1/models") as answer,
+        ):
+            assert answer.status == 401
+
+    run(test, server, keys=keys)
+
+
+def test_without_api_keys_the_callers_goes_to_the_server() -> None:
+    server = Server()
+
+    async def test(running: Core) -> None:
+        headers = {"Authorization": "Bearer x", "traceparent": "00-1-2-01", "Cookie": "a=b"}
+        await post(running.url, chat(), headers=headers)
+        passed = server.questions[0].headers
+        assert passed["authorization"] == "Bearer x"
+        assert "cookie" not in passed
+        assert passed["x-request-id"].startswith("tk-")
+
+    run(test, server)
 
 
 # ---- chains ----
@@ -822,6 +908,109 @@ def test_a_stream_that_its_chains_budget_ends_says_so() -> None:
 
     budget = {"chains": {"default": {"budget_ms": 600}}}
     run(test, Server(script), policy=ALONE | budget)
+
+
+# ---- an open breaker ----
+
+
+def cut_off(*actions: str) -> dict[str, Any]:
+    """One failure opens the model's breaker, for the rest of the test."""
+    rule = {
+        "name": "any",
+        "kinds": ["http_5xx"],
+        "consecutive_least": 1,
+        "consecutive_ms": 0,
+        "open_ms": 30_000,
+    }
+    return ALONE | {
+        "breakers": {"rules": [rule], "actions": list(actions)},
+        "retries": {"tries_most": 1},
+        "tiers": {"fallback_model": "light"},
+    }
+
+
+def failing_later(good_answers: int) -> Server:
+    """So many good answers, then failures of model m; model light is well."""
+    left = good_answers
+
+    async def script(question: Question, line: Line) -> None:
+        nonlocal left
+        if question.document["model"] == "light":
+            await good(question, line)
+        elif left:
+            left -= 1
+            await line.whole(whole("kept answer"))
+        else:
+            await line.whole({"error": {"message": "boom"}}, 500)
+
+    return Server(script)
+
+
+async def opened(running: Core) -> None:
+    """Keep an answer to the usual question, and open the breaker with another."""
+    assert (await post(running.url, chat())).status == 200
+    assert (await post(running.url, chat(seed=2, temperature=2))).status == 502
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_behind_an_open_breaker_the_same_question_gets_the_kept_answer(stream: bool) -> None:
+    async def test(running: Core) -> None:
+        await opened(running)
+        got = await post(running.url, chat(stream=stream))
+        assert (got.status, got.headers["x-twinkeel-outcome"]) == (200, "degraded")
+        assert got.headers["x-twinkeel-degraded"] == "cached"
+        assert b"kept answer" in got.body
+        said = json.loads(got.events[-2][6:]) if stream else got.document
+        assert said["twinkeel"]["degraded"] == "cached"
+        assert said["twinkeel"]["age_s"] > 0
+        if stream:
+            assert got.headers["Content-Type"].startswith("text/event-stream")
+            assert got.events[-1] == DONE
+
+    run(test, failing_later(1), policy=cut_off("cached"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_behind_an_open_breaker_a_lighter_model_answers(stream: bool) -> None:
+    async def test(running: Core) -> None:
+        await opened(running)
+        got = await post(running.url, chat(stream=stream, messages=[{"content": "other"}]))
+        assert (got.status, b"Good " in got.body) == (200, True)
+        assert b'"degraded":"model light"' in got.body
+        if stream:
+            assert got.events[-1] == DONE
+
+    run(test, failing_later(1), policy=cut_off("cached", "lighter"), models=("m", "light"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_behind_an_open_breaker_a_template_says_so(stream: bool, path: str) -> None:
+    async def test(running: Core) -> None:
+        await opened(running)
+        document = chat(stream=stream) if path == CHAT else completion(stream=stream)
+        got = await post(running.url, document, path)
+        assert (got.status, got.headers["x-twinkeel-degraded"]) == (200, "template")
+        assert got.headers["x-request-id"].encode() in got.body
+        if stream:
+            assert got.events[-1] == DONE
+            assert json.loads(got.events[0][6:])["choices"][0]["finish_reason"] == "stop"
+        else:
+            assert got.document["choices"][0]["finish_reason"] == "stop"
+
+    run(test, failing_later(1), policy=cut_off("template"))
+
+
+def test_behind_an_open_breaker_with_nothing_left_it_is_refused() -> None:
+    async def test(running: Core) -> None:
+        await opened(running)
+        for stream in (False, True):
+            got = await post(running.url, chat(stream=stream))
+            assert got.status == 503
+            assert got.document["error"]["code"].startswith("breaker")
+            assert int(got.headers["Retry-After"]) >= 1
+
+    run(test, failing_later(1), policy=cut_off())
 
 
 # ---- confidence ----

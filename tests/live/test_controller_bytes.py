@@ -75,7 +75,6 @@ def test_with_features_off_bytes_are_exactly_vllms(
         assert answer.headers["x-request-id"] == f"bytes-{number}"
     good = [answer for answer in answers if answer.status == 200]
     assert len(good) >= len(asked) - 2
-    assert all(answer.text or "tool_calls" in answer.body.decode() for answer in good)
 
 
 def test_with_features_on_only_the_listed_edits_are_made(

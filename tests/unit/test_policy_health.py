@@ -346,8 +346,17 @@ def test_if_all_are_silent_half_stay() -> None:
     ward.hung_since_ns = {0: 0, 1: 0}
     ward.send(0)
     ward.send(1)
-    assert [said.replica for said in ward.wait(2 * S)] == [0]
+    told = ward.wait(2 * S)
+    assert [(said.replica, said.state) for said in told] == [(0, "ejected"), (1, "in")]
     assert ward.health.takes(1)
+
+
+def test_what_hangs_on_the_only_replica_is_told_of_though_it_stays() -> None:
+    ward = Ward(1)
+    ward.hung_since_ns[0] = 0
+    ward.send(0)
+    assert ward.wait(1700 * MS) == [Rotated(0, "in", "silent")]
+    assert ward.health.takes(0)
 
 
 def test_a_first_token_that_is_late_is_no_silence_while_others_are_answered() -> None:

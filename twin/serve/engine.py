@@ -63,6 +63,8 @@ class LiveEngine:
         self._engine = Engine(settings, cost, self._first, self._finish, skip=False)
         self._plain_cost = cost
         self._in_ns = round(overheads.request_in_ns.value)
+        self.in_s = self._in_ns / 1e9
+        """From a request's arrival until the engine sees it."""
         self._out_ns = round(overheads.request_out_ns.value)
         self._token_ns = round(overheads.token_out_ns.value)
         self.prompt_tokens = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from twin.serve.answers import DONE, Piece, Times, Usage, piece_of
@@ -25,8 +26,8 @@ class Generation:
     """The answer to a chat or a completion; a ``twin.serve.engine.Hearer``."""
 
     __slots__ = (
-        "_asked", "_codes", "_connection", "_fault", "_key", "_mute", "_over", "_rows", "_shape",
-        "done", "first_ns", "last_ns", "sent", "seq", "watching",
+        "_asked", "_codes", "_connection", "_fault", "_key", "_mute", "_opened", "_over", "_rows",
+        "_shape", "done", "first_ns", "last_ns", "sent", "seq", "watching",
     )  # fmt: skip
 
     def __init__(
@@ -51,23 +52,34 @@ class Generation:
         self.seq: Sequence
         self.done = done
         self.first_ns = self.last_ns = -1
+        self._opened = False
         self.sent = 0
         self.watching = asked.stream or (fault is not None and fault.kind in MIDWAY)
 
-    def begin(self, seq: Sequence) -> None:
-        """The engine has taken it. A stream's headers go out before anything is computed."""
+    def begin(self, seq: Sequence, after_s: float) -> None:
+        """The engine has taken it, and sees it ``after_s`` from now, when it is read: then a
+        stream's headers go out, before anything is computed."""
         self.seq = seq
         self._codes = codes_of(self._key, seq.outputs)
         if self._asked.logprobs >= 0:
             unsure = self._fault is not None and self._fault.kind == "unsure"
             self._rows = certainty_of(self._key, seq.outputs, unsure)
         if self._asked.stream:
+            asyncio.get_running_loop().call_later(after_s, self._open)
+        else:
+            self._struck(0)
+
+    def _open(self) -> None:
+        if not (self._opened or self.done.done()):
+            self._opened = True
             self._connection.open_stream()
-        self._struck(0)
+            self._struck(0)
 
     # ---- what the engine says ----
 
     def hear_first(self) -> None:
+        if self._asked.stream:
+            self._open()
         if not self._struck(1):
             self._put_out(1)
 
@@ -86,6 +98,8 @@ class Generation:
 
     def cut_short(self) -> None:
         """The server goes away: HTTP 200, finish reason "abort", as vLLM does it."""
+        if self._asked.stream:
+            self._open()
         if self._mute:
             self._connection.cut()
             self._close("")

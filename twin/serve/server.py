@@ -267,7 +267,7 @@ class Server:
         seq.data = generation
         self._submit(seq)
         self._open[seq.id] = generation
-        generation.begin(seq)
+        generation.begin(seq, live.in_s)
         try:
             await done
         except asyncio.CancelledError:  # the caller has gone
