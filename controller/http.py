@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 if TYPE_CHECKING:
     from controller.config import Limits
@@ -16,6 +17,18 @@ KEEP_ALIVE_S = 3.0
 one that is being closed is lost."""
 BACKLOG = 4096
 READ_BYTES = 1 << 18
+
+
+class _Discreet(logging.Filter):
+    """Leaves out what callers wrote that is no HTTP: it is theirs to mend, it may be secret, and
+    anyone could fill the log with it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, http_exceptions.HttpProcessingError)
+
+
+_DISCREET = _Discreet()
 
 
 def session(limits: Limits) -> aiohttp.ClientSession:
@@ -37,8 +50,10 @@ async def listen(
     Raises:
         OSError: the port cannot be had.
     """
+    logger = logging.getLogger("twinkeel.http")
+    logger.addFilter(_DISCREET)
     runner = web.AppRunner(
-        app, handle_signals=False, handler_cancellation=True, access_log=None,
+        app, logger=logger, handle_signals=False, handler_cancellation=True, access_log=None,
         shutdown_timeout=1.0, **options,
     )  # fmt: skip
     await runner.setup()
