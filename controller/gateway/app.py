@@ -1,8 +1,4 @@
-"""The public HTTP server: reads a request, waits for its outcome, tells the caller.
-
-Headers go out with the first part of an answer, so what fails before can be tried elsewhere. After
-that an error is told inside the stream, and the stream does not end as if it were whole.
-"""
+"""The public HTTP server: reads a request, waits for its outcome, has its caller told."""
 
 from __future__ import annotations
 
@@ -14,12 +10,11 @@ import msgspec
 from aiohttp import web
 
 from controller.call import Call
-from controller.gateway import asking, editing, errors
+from controller.gateway import asking, errors
 from controller.gateway.asking import BadRequest
 from controller.gateway.slow import watch
-from controller.gateway.streams import CallerGone, let_go
-from controller.store.database import Database, DatabaseError
-from controller.telemetry.timing import server_timing, timing_object
+from controller.gateway.streams import CallerGone
+from controller.gateway.telling import JSON, Teller
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,11 +22,10 @@ if TYPE_CHECKING:
     from controller.driver import Driver
     from controller.gateway.answers import Answers
     from controller.gateway.keys import Keys
-    from policy.decisions import Settled
+    from controller.store.database import Database
     from policy.events import Endpoint
 
 NAME_MOST = 128
-JSON = "application/json"
 SWEEPS = 5
 """How many times in the longest silence open streams are looked at."""
 
@@ -59,10 +53,8 @@ class Gateway:
         self._driver = driver
         self._rejected = rejected
         self._limits = driver.settings.limits
-        self._extras = driver.features.extras
         self._secret = secret
-        self._answers = answers
-        self._database = database
+        self._teller = Teller(driver, answers, database)
         self._keys = keys
         self.closed = False
         """New requests are refused."""
@@ -138,7 +130,7 @@ class Gateway:
             call.gateway_ns = driver.now_ns() - read_ns
             if call.done is not None:
                 await call.done
-            return await self._tell(call)
+            return await self._teller.tell(call)
         except asyncio.CancelledError:
             driver.cancel(call)
             raise
@@ -194,138 +186,6 @@ class Gateway:
         raise BadRequest(
             f"the model {model[:80]!r} does not exist here", "model", "model_not_found", 404
         )
-
-    # ---- the outcome ----
-
-    async def _tell(self, call: Call) -> web.StreamResponse:
-        settled = call.settled
-        assert settled is not None
-        if settled.outcome == "answered" or settled.outcome == "degraded":
-            return await self._tell_answer(call, settled)
-        if settled.outcome == "cancelled":
-            raise CallerGone
-        if call.committed:
-            return await self._tell_error_inside(call, settled)
-        if call.served_status and settled.why == "rejected":
-            headers = self._headers(call, settled)
-            return await self._send_whole(call, call.served_status, call.body, headers)
-        headers = self._headers(call, settled)
-        if settled.outcome == "shed" or settled.http_code in (429, 503):
-            headers["Retry-After"] = errors.retry_after_s(settled)
-        body = errors.of(settled, call.name)
-        return await self._send_whole(call, settled.http_code, body, headers)
-
-    async def _tell_answer(self, call: Call, settled: Settled) -> web.StreamResponse:
-        body = await self._body_of(call, settled)
-        if call.response is None:
-            if settled.why == "" and not call.asked.document.get("stream"):
-                self._keep(call, settled, body)
-            if self._extras:
-                body = editing.with_member(body, "twinkeel", self._extra(call, settled))
-            return await self._send_whole(call, 200, body, self._headers(call, settled))
-        events = (
-            call.tail
-            if not body
-            else editing.as_events(body, call.asked.endpoint == "chat", call.asked.wants_usage)
-        )
-        if not events:  # its time was over before it had said all
-            events = editing.cut_off(call.name, call.asked.model, call.asked.endpoint == "chat")
-        if not call.committed:
-            call.response.headers.update(self._headers(call, settled))
-        if self._extras:
-            events = _with_extra(events, self._extra(call, settled))
-        await self._driver.streams.end(call, b"".join(events))
-        return call.response
-
-    async def _body_of(self, call: Call, settled: Settled) -> bytes:
-        """What is delivered in one piece; empty: the stream's own end."""
-        if settled.why == "checkpoint":
-            return await self._stored(call, settled) or _template(call)
-        if settled.why == "cached":
-            return call.body
-        if settled.why == "template" or not (call.body or call.tail):
-            return b"" if call.events_sent else _template(call)
-        return call.body
-
-    async def _stored(self, call: Call, settled: Settled) -> bytes:
-        """The answer that this step of the chain had before; empty: it is not there any more."""
-        try:
-            stored = await self._database.load_checkpoint(settled.checkpoint, call.asked.user)
-        except DatabaseError as error:
-            self._driver.trouble("checkpoint", str(error))
-            return b""
-        return b"" if stored is None else stored.answer
-
-    async def _tell_error_inside(self, call: Call, settled: Settled) -> web.StreamResponse:
-        """The stream has begun: an error event, and no ``[DONE]``."""
-        assert call.response is not None
-        event = b"data: " + errors.of(settled, call.name) + b"\n\n"
-        await self._driver.streams.end(call, event)
-        return call.response
-
-    async def _send_whole(
-        self, call: Call, status: int, body: bytes, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        response = web.Response(body=body, status=status, headers=headers, content_type=JSON)
-        try:
-            async with asyncio.timeout(self._limits.unread_s_most):
-                await response.prepare(call.web)
-                await response.write_eof()
-        except (ConnectionError, RuntimeError):
-            raise CallerGone from None
-        except TimeoutError:
-            let_go(call)
-        return response
-
-    def _headers(self, call: Call, settled: Settled) -> dict[str, str]:
-        headers = {
-            "x-request-id": call.name,
-            "x-twinkeel-request": str(call.request),
-            "x-twinkeel-outcome": settled.outcome,
-        }
-        if settled.tier:
-            headers["x-twinkeel-tier"] = settled.tier
-        if settled.outcome == "degraded":
-            headers["x-twinkeel-degraded"] = settled.why
-        if settled.confidence_permille >= 0:
-            headers["x-twinkeel-confidence"] = f"{settled.confidence_permille / 1000:.3f}"
-        if settled.verification:
-            headers["x-twinkeel-verification"] = settled.verification
-        if settled.checkpoint:
-            headers["x-twinkeel-checkpoint"] = settled.checkpoint
-        if settled.left_ns >= 0:
-            headers["x-twinkeel-chain-left-ms"] = str(settled.left_ns // 1_000_000)
-        if call.response is None:
-            call.settled_ns = self._driver.now_ns()
-            headers["Server-Timing"] = server_timing(call.hops())
-        return headers
-
-    def _extra(self, call: Call, settled: Settled) -> dict[str, Any]:
-        """The ``twinkeel`` object of an answer."""
-        extra: dict[str, Any] = {"request_id": call.name, "tier": settled.tier or call.tier}
-        if settled.confidence_permille >= 0:
-            extra["confidence_score"] = settled.confidence_permille / 1000
-        if settled.verification:
-            extra["verification_status"] = settled.verification
-        if settled.outcome == "degraded":
-            extra["degraded"] = settled.why
-            if settled.age_ns:
-                extra["age_s"] = settled.age_ns / 1e9
-        if settled.checkpoint:
-            extra["checkpoint_id"] = settled.checkpoint
-        if call.response is not None:
-            call.settled_ns = self._driver.now_ns()
-            extra["timing"] = timing_object(call.hops())
-        return extra
-
-    def _keep(self, call: Call, settled: Settled, body: bytes) -> None:
-        """For callers that will have to be content with it."""
-        actions = (
-            *self._driver.parameters.breakers.actions,
-            *self._driver.parameters.confidence.actions,
-        )
-        if "cached" in actions and call.asked.endpoint != "embeddings":
-            self._answers.keep(call.asked, body, self._driver.now_ns(), settled.confidence_permille)
 
     # ---- silence ----
 
@@ -409,38 +269,3 @@ def _refusal(bad: BadRequest, name: str) -> web.Response:
         headers["Connection"] = "close"  # the rest of the body is not wanted
     body = errors.document(str(bad), bad.code, bad.status, name, bad.param)
     return web.Response(body=body, status=bad.status, headers=headers, content_type=JSON)
-
-
-def _with_extra(events: list[bytes], extra: dict[str, Any]) -> list[bytes]:
-    """The ``twinkeel`` object goes into the last event that holds an object."""
-    for at in range(len(events) - 1, -1, -1):
-        if b"{" in events[at]:
-            edited = editing.event_with_member(events[at], "twinkeel", extra)
-            return [*events[:at], edited, *events[at + 1 :]]
-    return events
-
-
-def _template(call: Call) -> bytes:
-    """The answer when there is none: it says so, in the shape that was asked for."""
-    asked = call.asked
-    said = (
-        f"The service has no answer of its own for request {call.name} at present."
-        " Please try again later."
-    )
-    if asked.endpoint == "embeddings":
-        return msgspec.json.encode({"object": "list", "data": [], "model": asked.model})
-    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
-    if asked.endpoint == "chat":
-        choice["message"] = {"role": "assistant", "content": said}
-    else:
-        choice["text"] = said
-    return msgspec.json.encode(
-        {
-            "id": call.name,
-            "object": "chat.completion" if asked.endpoint == "chat" else "text_completion",
-            "created": 0,
-            "model": asked.model,
-            "choices": [choice],
-            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-        }
-    )

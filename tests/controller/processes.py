@@ -253,7 +253,6 @@ def settings_for(urls: Sequence[Any], folder: Path, **how: Any) -> Settings:
         "probe_s": 0.5,
         "unready_s": 0.0,
         "drain_s": 10.0,
-        "record": not __import__("os").environ.get("LIVE_NOREC"),
     }
     return msgspec.convert({**given, **how}, Settings)
 

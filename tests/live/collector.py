@@ -62,8 +62,8 @@ def _value(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def collector(port: int = 0) -> Iterator[Collector]:
-    """Listens on a free port, or on the one given."""
+def collector() -> Iterator[Collector]:
+    """Listens on a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -79,7 +79,7 @@ def collector(port: int = 0) -> Iterator[Collector]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         kept = Collector(f"http://127.0.0.1:{server.server_port}")
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,28 +60,13 @@ def ledger() -> Iterator[Ledger]:
 @pytest.fixture(scope="session")
 def spans() -> Iterator[Collector]:
     """An OpenTelemetry collector that vLLM and controllers export to."""
-    with collector(43180 if os.environ.get("LIVE_DEV") else 0) as kept:  # DEV
+    with collector() as kept:
         yield kept
 
 
 @pytest.fixture(scope="session")
 def vllm(spans: Collector) -> Iterator[list[Vllm]]:
     """Two real vLLM servers of the tiny model."""
-    if os.environ.get("LIVE_DEV"):  # DEV
-        import json
-
-        class P:
-            def __init__(self, pid):
-                self.pid = pid
-
-            def poll(self):
-                return None
-
-        yield [
-            Vllm(u, P(p), Path("x"))
-            for u, p in json.loads(Path("/tmp/lead/live/pair.json").read_text())
-        ]
-        return
     variables = {
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "300",

@@ -30,7 +30,7 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 MODEL = "tiny"
 MAX_NUM_SEQS = 64
-MAX_NUM_BATCHED_TOKENS = 512
+MAX_NUM_BATCHED_TOKENS = 256
 """A step of the default 2048 takes seconds on a slow processor, and nothing ends a step early."""
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",

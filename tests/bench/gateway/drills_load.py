@@ -96,8 +96,10 @@ def jain(shares: Sequence[float]) -> float:
 
 
 async def fair(yard: Yard) -> Outcome:
-    equal = await served(yard, (2.0,) * TENANTS)
-    greedy = await served(yard, (5.0,) * 3 + (1.2,) * (TENANTS - 3))
+    async with yard.stand() as stand:
+        each_per_s = await capacity_per_s(stand) / TENANTS
+    equal = await served(yard, each_per_s, (2.0,) * TENANTS)
+    greedy = await served(yard, each_per_s, (5.0,) * 3 + (1.2,) * (TENANTS - 3))
     index, skewed = (jain([float(count) for count in counts]) for counts, _ in (equal, greedy))
     how = f"{TENANTS} tenants for {OVERLOAD_S:.0f} s, answers of {TOKENS} tokens"
     return Outcome(
@@ -112,10 +114,9 @@ async def fair(yard: Yard) -> Outcome:
     )  # fmt: skip
 
 
-async def served(yard: Yard, times: Sequence[float]) -> tuple[list[int], str]:
+async def served(yard: Yard, each_per_s: float, times: Sequence[float]) -> tuple[list[int], str]:
     """Answers that tenants get who ask for so many times their fair share."""
     async with yard.stand() as stand:
-        each_per_s = await capacity_per_s(stand) / len(times)
         load = Load(stand, seed=1)
         await asyncio.gather(*(
             load.offer(f"tenant-{number}", prompts(stand, f"tenant-{number}", "", 100 * number),

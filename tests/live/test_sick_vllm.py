@@ -1,0 +1,82 @@
+"""Real vLLM that fails in silence: its engine is frozen, then killed, while ``/health`` says 200.
+
+The last of these leaves the second server dead, so this file comes last of those that need it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.controller.asking import Answer, ask, ask_all, chat, session
+from tests.controller.processes import http
+from tests.controller.stories import read_story
+
+if TYPE_CHECKING:
+    from tests.controller.processes import Controller, Controllers
+    from tests.live.server import Vllm
+
+pytestmark = pytest.mark.live
+
+
+async def _struck(
+    controller: Controller, server: Vllm, number: signal.Signals, documents: int, tokens: int
+) -> list[Answer]:
+    """Streams are under way when the server's engine gets the signal."""
+    async with session() as client:
+        asked = [
+            asyncio.create_task(ask(client, controller.url, chat("tiny", f"{n}", tokens)))
+            for n in range(documents)
+        ]
+        await asyncio.sleep(2.0)
+        server.signal_engine(number)
+        return list(await asyncio.gather(*asked))
+
+
+def _check(controller: Controller, answers: list[Answer], codes: set[str], sick: int) -> None:
+    """Of those on the sick server each was told so in its stream; the others are whole."""
+    story = read_story(controller.records())
+    replicas = set()
+    for answer in answers:
+        assert answer.status == 200
+        request = story.requests[int(answer.headers["x-twinkeel-request"])]
+        replicas.add(request.tries[0])
+        if request.tries[0] != sick:
+            assert answer.good
+            continue
+        assert answer.error["code"] in codes
+        assert not answer.done
+        assert "error" in answer.chunks[-1]
+        assert request.settled[0].outcome == "failed"
+        assert request.settled[0].why in codes
+    assert replicas == {0, 1}
+
+
+def test_a_frozen_engine(vllm: list[Vllm], profile: str, controllers: Controllers) -> None:
+    controller = controllers([server.upstream(profile) for server in vllm])
+    sick = vllm[1]
+    try:
+        answers = asyncio.run(_struck(controller, sick, signal.SIGSTOP, 6, 200))
+        assert http("GET", f"{sick.url}/health")[0] == 200
+        (moved,) = asyncio.run(ask_all(controller.url, [chat("tiny", "before the first", 4)]))
+        assert moved.good
+    finally:
+        sick.signal_engine(signal.SIGCONT)
+    controller.stop()
+    _check(controller, answers, {"silent"}, 1)
+
+
+def test_a_killed_engine(vllm: list[Vllm], profile: str, controllers: Controllers) -> None:
+    """vLLM ends such streams with an error event, ``[DONE]`` and a clean end, all under a 200."""
+    controller = controllers([server.upstream(profile) for server in vllm])
+    answers = asyncio.run(_struck(controller, vllm[1], signal.SIGKILL, 6, 200))
+    began_s = time.monotonic()
+    after = asyncio.run(ask_all(controller.url, [chat("tiny", f"{n}", 4) for n in range(6)]))
+    assert all(answer.good for answer in after), "the other server takes it all"
+    assert time.monotonic() - began_s < 10.0
+    controller.stop()
+    _check(controller, answers, {"http_5xx", "stream_cut"}, 1)
