@@ -149,6 +149,9 @@ class Errands:
 
     async def _save(self, decision: SaveCheckpoint, call: Call) -> None:
         answer = call.kept or call.body
+        if not answer:
+            self._driver.feed(CheckpointFailed(decision.request))
+            return
         try:
             checkpoint = await self._checkpoints.save_checkpoint(
                 decision.chain, decision.step, call.name, answer, 200, "application/json",

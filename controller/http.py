@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import http_exceptions, web
 
+from controller.accepting import Acceptor
+
 if TYPE_CHECKING:
     from controller.config import Limits
 
@@ -15,7 +17,6 @@ CONNECT_S = 2.0
 KEEP_ALIVE_S = 3.0
 """Below the five seconds after which vLLM's server closes an idle connection: a request sent over
 one that is being closed is lost."""
-BACKLOG = 4096
 READ_BYTES = 1 << 18
 
 
@@ -44,8 +45,8 @@ def session(limits: Limits) -> aiohttp.ClientSession:
 
 async def listen(
     app: web.Application, host: str, port: int, **options: Any
-) -> tuple[web.AppRunner, web.TCPSite, int]:
-    """Serve ``app``; a caller that goes away cancels its handler. Gives the port, too.
+) -> tuple[web.AppRunner, Acceptor]:
+    """Serve ``app``; a caller that goes away cancels its handler.
 
     Raises:
         OSError: the port cannot be had.
@@ -57,9 +58,8 @@ async def listen(
         shutdown_timeout=1.0, **options,
     )  # fmt: skip
     await runner.setup()
-    site = web.TCPSite(runner, host, port, backlog=BACKLOG)
-    await site.start()
-    return runner, site, runner.addresses[0][1]
+    assert runner.server is not None
+    return runner, Acceptor(runner.server, host, port)
 
 
 def public_options(limits: Limits) -> dict[str, Any]:

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from aiohttp import web
-
+    from controller.accepting import Acceptor
     from controller.beginning import Beginning
     from controller.config import Settings
     from policy.decisions import BreakerState, Decision
@@ -106,13 +105,13 @@ async def serve(settings: Settings, ready: Callable[[Running], object] | None = 
         OSError: a port or the data folder cannot be used.
     """
     async with contextlib.AsyncExitStack() as stack:
-        running, gateway, site = await _start(settings, stack)
+        running, gateway, door = await _start(settings, stack)
         if ready is not None:
             ready(running)
         await running.stopped()
         LOGGER.info("stopping: %d requests are open", running.driver.open)
         await asyncio.sleep(settings.unready_s)  # so that whoever sends requests here sees it
-        await site.stop()
+        door.stop()
         gateway.closed = True
         await _drained(running.driver, settings.drain_s)
 
@@ -128,7 +127,7 @@ async def _drained(driver: Driver, s_most: float) -> None:
 
 async def _start(
     settings: Settings, stack: contextlib.AsyncExitStack
-) -> tuple[Running, Gateway, web.TCPSite]:
+) -> tuple[Running, Gateway, Acceptor]:
     """Everything in its order; the stack takes it apart the other way round."""
     data = settings.data_path
     data.mkdir(parents=True, exist_ok=True)
@@ -151,20 +150,24 @@ async def _start(
     text = (resources.files("controller.gateway") / "openapi.yaml").read_text(encoding="utf-8")
     app = gateway.app(msgspec.json.encode(yaml.safe_load(text)))
     options = http.public_options(settings.limits)
-    runner, site, port = await http.listen(app, settings.host, settings.port, **options)
+    runner, door = await http.listen(app, settings.host, settings.port, **options)
     stack.push_async_callback(runner.cleanup)
+    stack.callback(door.stop)
     gateway.guard(runner)
-    running.url = f"http://{settings.host}:{port}"
+    running.url = f"http://{settings.host}:{door.port}"
     sources = Sources(
         settings, driver, ears.stats, token, ears.metrics.render, database, running.why_not_ready,
         running.stop, ears.reader.waiting, ears.observed,
     )  # fmt: skip
-    admin, _, port = await http.listen(make_app(sources), settings.admin_host, settings.admin_port)
+    admin, admin_door = await http.listen(
+        make_app(sources), settings.admin_host, settings.admin_port
+    )
     stack.push_async_callback(admin.cleanup)
-    running.admin_url = f"http://{settings.admin_host}:{port}"
+    stack.callback(admin_door.stop)
+    running.admin_url = f"http://{settings.admin_host}:{admin_door.port}"
     _handle_signals(running, stack)
     _collect_rarely()
-    return running, gateway, site
+    return running, gateway, door
 
 
 # ---- the driver, and who listens ----

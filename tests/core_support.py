@@ -332,11 +332,12 @@ async def core(
         gateway = Gateway(driver, b"k" * 32, answers, database, keys)
         gateway.start()
         stack.push_async_callback(gateway.close)
-        runner, _, port = await listen(
+        runner, door = await listen(
             gateway.app(b"{}"), "127.0.0.1", 0, **public_options(settings.limits)
         )
         stack.push_async_callback(runner.cleanup)
-        running = Core(driver, gateway, kept, f"http://127.0.0.1:{port}", database)
+        stack.callback(door.stop)
+        running = Core(driver, gateway, kept, f"http://127.0.0.1:{door.port}", database)
         for replica in replicas:
             running.up(replica.id, models=models, **(up or {}))
         yield running

@@ -90,7 +90,7 @@ def as_whole(payloads: list[bytes], chat: bool) -> bytes:
     """The first choice of a stream as an answer in one piece; ``payloads`` are its events' data."""
     whole: dict[str, Any] = {}
     text: list[str] = []
-    calls: dict[Any, dict[str, Any]] = {}
+    calls: dict[str, dict[str, Any]] = {}
     finish: Any = None
     usage: Any = None
     for payload in payloads:
@@ -117,16 +117,19 @@ def as_whole(payloads: list[bytes], chat: bool) -> bytes:
     return msgspec.json.encode(whole)
 
 
-def _add_calls(calls: dict[Any, dict[str, Any]], parts: Any) -> None:
+def _add_calls(calls: dict[str, dict[str, Any]], parts: Any) -> None:
     """Put the parts of tool calls together, as they come in a stream: by their index."""
     for part in parts if isinstance(parts, list) else ():
         if not isinstance(part, dict):
             continue
-        own = part.get("function") or {}
+        own = part.get("function")
+        own = own if isinstance(own, dict) else {}
         call = calls.setdefault(
-            part.get("index", 0), {"id": None, "type": "function", "function": {"arguments": ""}}
+            str(part.get("index", 0)),
+            {"id": None, "type": "function", "function": {"arguments": ""}},
         )
         call["id"] = part.get("id") or call["id"]
         function = call["function"]
         function["name"] = own.get("name") or function.get("name")
-        function["arguments"] += own.get("arguments") or ""
+        arguments = own.get("arguments")
+        function["arguments"] += arguments if isinstance(arguments, str) else ""

@@ -65,7 +65,13 @@ class Teller:
         return await self._send_whole(call, settled.http_code, body, headers)
 
     async def _tell_answer(self, call: Call, settled: Settled) -> web.StreamResponse:
-        body = await self._body_of(call, settled)
+        if settled.why == "checkpoint":
+            body = await self._stored(call, settled)
+            if not body:  # it is not kept any more, and the caller must not take this for it
+                settled = msgspec.structs.replace(settled, outcome="degraded", why="template")
+                body = _template(call)
+        else:
+            body = self._body_of(call, settled)
         if call.response is None:
             if settled.why == "" and not call.asked.document.get("stream"):
                 self._keep(call, settled, body)
@@ -86,10 +92,8 @@ class Teller:
         await self._driver.streams.end(call, b"".join(events))
         return call.response
 
-    async def _body_of(self, call: Call, settled: Settled) -> bytes:
+    def _body_of(self, call: Call, settled: Settled) -> bytes:
         """What is delivered in one piece; empty: the stream's own end."""
-        if settled.why == "checkpoint":
-            return await self._stored(call, settled) or _template(call)
         if settled.why == "cached":
             return call.body
         if settled.why == "template" or not (call.body or call.tail):

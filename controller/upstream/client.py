@@ -186,7 +186,7 @@ class _Stream:
     """Passes one stream on, and watches it."""
 
     __slots__ = (
-        "_call", "_certainties", "_confidence", "_driver", "_finish", "_held", "_kept",
+        "_begun", "_call", "_certainties", "_confidence", "_driver", "_finish", "_held", "_kept",
         "_replica", "_said", "_strip", "_usage",
     )  # fmt: skip
 
@@ -202,6 +202,8 @@ class _Stream:
         """All events, where the answer becomes a chain's state."""
         self._said = False
         self._finish = ""
+        self._begun: set[int] = set()
+        """Choices that have no end yet."""
         self._usage: sse.Usage | None = None
         self._certainties = judge.Certainties()
 
@@ -251,13 +253,14 @@ class _Stream:
             self._replica.tokens += 1
             call.output_tokens += 1
             self._say(out)
+            self._begun.update([choice.index for choice in chunk.choices] if chunk else ())
             self._pass([self._looked_at(event, chunk)], out)
             return False
         if kind == NOTHING:
             (call.tail or (out if self._said else self._held)).append(event)
             return False
         if kind == DONE:
-            if not self._finish:
+            if not self._finish or self._begun:
                 raise TryFailed("stream_cut")
             call.tail.append(event)
             return True
@@ -285,6 +288,7 @@ class _Stream:
         for choice in chunk.choices:
             if choice.finish_reason:
                 self._finish = choice.finish_reason
+                self._begun.discard(choice.index)
         if self._finish == "abort":
             raise TryFailed("stream_cut")
         if sse.says_something(chunk):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -40,7 +41,7 @@ from tests.bench.gateway.load import (
 from tests.figures import Figure, require, write_figures
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from tests.bench.gateway.client import Answer
     from tests.bench.gateway.process import Process
@@ -57,6 +58,9 @@ SHORT_PER_S = 250
 SHORT_COUNT = 750
 STREAM_PER_S = 50
 STREAM_COUNT = 150
+PIECES_LEAST = 46
+"""Of a stream with 50 events, the last of which come together."""
+TRIES = 3
 LATENCY_PER_S = 50
 CALLERS = 64
 IDLE_WANTED = 10_000
@@ -119,6 +123,26 @@ class Bench:
         await serving(ours.said["serving"])
         return ours
 
+    @contextlib.contextmanager
+    def first(self) -> Iterator[bool]:
+        """Run before everything else on this machine, where that is allowed: what other programs
+        do says nothing about a gateway's latency. Gives whether it is."""
+        threads = [os.getpid()]
+        for running in (self.mock, self.bare, self.ours):
+            threads += running.threads()
+        try:
+            for thread in threads:
+                os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
+        except PermissionError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            for thread in threads:
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
     async def stop(self) -> None:
         for client in self.clients:
             await client.close()
@@ -164,13 +188,33 @@ def sure(answers: Sequence[Answer], what: str) -> None:
 async def cost_ms(
     running: Process, client: Client, *, stream: bool, per_s: float, count: int
 ) -> float:
-    """CPU of the gateway's process a request, at a rate that leaves it mostly idle."""
+    """CPU of the gateway's process a request, at a rate that leaves it mostly idle.
+
+    A gateway that is kept from running finds several events at once and passes them on in one
+    piece, which costs less: such a phase is measured again.
+    """
     sent = requests(client, stream=stream)
-    before_s = running.cpu_s()
-    answers = await open_loop(client, sent, per_s, count)
-    used_s = running.cpu_s() - before_s
-    sure(answers, "the cost of a request")
-    return 1000 * used_s / count
+    cost = 0.0
+    for _ in range(TRIES):
+        pieces = Pieces()
+        before_s = running.cpu_s()
+        answers = await open_loop(client, sent, per_s, count, on_event=pieces.add)
+        cost = 1000 * (running.cpu_s() - before_s) / count
+        sure(answers, "the cost of a request")
+        if not stream or pieces.count >= PIECES_LEAST * count:
+            break
+        say(f"  disturbed: {pieces.count / count:.0f} pieces a stream; again")
+    return cost
+
+
+class Pieces:
+    """Counts what comes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
 
 
 async def pairs(
@@ -237,8 +281,9 @@ async def latency(bench: Bench, for_s: float) -> list[Figure]:
             exchanges[side].append(client.send(sent[side][number // 2 % USERS]))
 
         gc.collect()
-        await paced(per_s, count if not stream else count // 4, send)
-        answers = [[await exchange.done for exchange in side] for side in exchanges]
+        with bench.first() as undisturbed:
+            await paced(per_s, count if not stream else count // 4, send)
+            answers = [[await exchange.done for exchange in side] for side in exchanges]
         sure([*answers[0], *answers[1]], "latency")
         bare, ours = (
             [1000 * ((a.first_s if stream else a.last_s) - a.sent_s) for a in side]
@@ -250,7 +295,10 @@ async def latency(bench: Bench, for_s: float) -> list[Figure]:
         for share, goal in ((0.50, "<= .5"), (0.99, "<= 1.5")):
             at = (quantile(bare, share), quantile(ours, share))
             name = f"added_{kind}p{round(100 * share)}_ms_over_bare"
-            how = f"{at[1]:.2f} ms less {at[0]:.2f} ms; {len(ours)} each, asked in turn"
+            how = (
+                f"{at[1]:.2f} ms less {at[0]:.2f} ms; {len(ours)} each, asked in turn;"
+                f" {'before' if undisturbed else 'beside'} all other programs"
+            )
             figures.append(Figure(name, at[1] - at[0], "ms", ANY if kind else goal, how))
             say(f"  {name}: {at[1] - at[0]:.2f} ms ({how})")
     return figures

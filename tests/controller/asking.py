@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -115,8 +115,9 @@ async def ask(
     document: object,
     headers: Mapping[str, str] | None = None,
     path: str = CHAT,
+    began: Callable[[], object] = lambda: None,
 ) -> Answer:
-    """Send it and take all that comes."""
+    """Send it and take all that comes; ``began`` is called when the answer does."""
     answer = Answer()
     body = document if isinstance(document, bytes) else json.dumps(document).encode()
     head = {"Content-Type": "application/json", **(headers or {})}
@@ -129,6 +130,7 @@ async def ask(
             async for part in response.content.iter_any():
                 if answer.first_s < 0 and not part.startswith(b":"):
                     answer.first_s = time.monotonic()
+                    began()
                 parts.append(part)
         answer.clean = True
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -460,10 +460,14 @@ def test_a_caller_that_leaves_is_taken_off_its_server() -> None:
         await line.gone()
         gone += 1
 
+    server = Server(script)
+
     async def test(running: Core) -> None:
         for document in (chat(), chat(stream=True)):
             task = asyncio.create_task(post(running.url, document))
-            await asyncio.sleep(0.15)
+            asked = 1 + document.get("stream", False)
+            await running.until(lambda asked=asked: len(server.questions) == asked)
+            await asyncio.sleep(0.05)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await running.until(lambda: gone == 2, 1.0)
@@ -471,7 +475,7 @@ def test_a_caller_that_leaves_is_taken_off_its_server() -> None:
         assert len(running.events(Cancelled)) == 2
         assert [settled.outcome for _, settled in running.heard.outcomes] == ["cancelled"] * 2
 
-    run(test, Server(script), policy=ALONE)
+    run(test, server, policy=ALONE)
 
 
 def test_a_caller_that_leaves_while_it_waits_is_forgotten() -> None:

@@ -31,8 +31,7 @@ pytestmark = pytest.mark.live
 TURNS = 3
 WINDOW_S = 8.0
 FLOOD_SETTLES_S = 5.0
-QUEUE_SETTLES_S = 8.0
-"""An empty queue takes in what is more than vLLM can bear until deadlines come near."""
+QUEUE_SETTLES_S = 7.0
 FLOOD = 128
 """Twice as many as vLLM runs at once."""
 SAMPLE_S = 0.2
@@ -121,6 +120,8 @@ async def _controlled(
     tasks: set[asyncio.Task[None]] = set()
 
     async def offer() -> None:
+        for _ in range(FLOOD):  # fills vLLM at once
+            tasks.add(asyncio.create_task(one(prompts.sla())))
         while True:
             tasks.add(asyncio.create_task(one(prompts.sla())))
             await asyncio.sleep(prompts.gap_s(rate))
@@ -175,7 +176,7 @@ def test_twice_the_load(
     )  # fmt: skip
 
     refused = [answer for _, answer in answers if answer.status != 200]
-    assert len(refused) > 0.05 * len(answers), "it was not overloaded"
+    assert len(refused) > 0.1 * len(answers), "it was not overloaded"
     for answer in refused:
         assert answer.status == 429, answer.body
         assert int(answer.headers["Retry-After"]) >= 1

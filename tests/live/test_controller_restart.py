@@ -29,16 +29,21 @@ STREAMS = 20
 MARKER = "xyzzy-plugh-secret-marker"
 
 
-async def _streams(
-    controller: Controller, tokens: int, after_s: float, then: Callable[[], object]
-) -> list[Answer]:
-    """Open streams, and do something to the controller when they are under way."""
+async def _streams(controller: Controller, tokens: int, then: Callable[[], object]) -> list[Answer]:
+    """Open streams, and do something to the controller when all are under way."""
+    under_way = asyncio.Semaphore(0)
     async with session() as client:
         asked = [
-            asyncio.create_task(ask(client, controller.url, chat("tiny", f"{MARKER} {n}", tokens)))
+            asyncio.create_task(
+                ask(
+                    client, controller.url, chat("tiny", f"{MARKER} {n}", tokens),
+                    began=under_way.release,
+                )
+            )
             for n in range(STREAMS)
-        ]
-        await asyncio.sleep(after_s)
+        ]  # fmt: skip
+        for _ in asked:
+            await under_way.acquire()
         await asyncio.to_thread(then)
         return list(await asyncio.gather(*asked))
 
@@ -49,7 +54,7 @@ def test_told_to_stop_it_finishes_every_stream_and_keeps_no_text(
     controller = controllers(
         [server.upstream(profile) for server in vllm], policy=patient, drain_s=60.0
     )
-    answers = asyncio.run(_streams(controller, 60, 1.0, controller.term))
+    answers = asyncio.run(_streams(controller, 100, controller.term))
     assert controller.process.wait(60) == 0
     cut = sum(not answer.good for answer in answers)
     ledger.add(
@@ -71,7 +76,7 @@ def test_killed_under_load_nothing_else_is_lost(
     vllm: list[Vllm], profile: str, patient: str, controllers: Controllers
 ) -> None:
     controller = controllers([server.upstream(profile) for server in vllm], policy=patient)
-    answers = asyncio.run(_streams(controller, 400, 1.5, controller.kill))
+    answers = asyncio.run(_streams(controller, 400, controller.kill))
     assert all(answer.status == 200 for answer in answers)
     assert not any(answer.clean for answer in answers), "a closed connection, no clean end"
     eventually("vLLM is idle", lambda: not any(server.busy for server in vllm), 5.0)

@@ -27,12 +27,16 @@ async def _struck(
     controller: Controller, server: Vllm, number: signal.Signals, documents: int, tokens: int
 ) -> list[Answer]:
     """Streams are under way when the server's engine gets the signal."""
+    under_way = asyncio.Semaphore(0)
     async with session() as client:
         asked = [
-            asyncio.create_task(ask(client, controller.url, chat("tiny", f"{n}", tokens)))
+            asyncio.create_task(
+                ask(client, controller.url, chat("tiny", f"{n}", tokens), began=under_way.release)
+            )
             for n in range(documents)
         ]
-        await asyncio.sleep(2.0)
+        for _ in asked:
+            await under_way.acquire()
         server.signal_engine(number)
         return list(await asyncio.gather(*asked))
 

@@ -11,6 +11,7 @@ import pytest
 from policy.decisions import Dispatch, Settled
 from policy.events import Arrived, Ticked
 from policy.log import Record
+from tests.bench.bench_gateway import FILES_SPARE, seats
 from tests.bench.gateway.client import Answer
 from tests.bench.gateway.drills_faults import overload_outcome
 from tests.bench.gateway.drills_load import jain, says_why
@@ -18,6 +19,7 @@ from tests.bench.gateway.judge import judge_body, judge_stream, tells_error
 from tests.bench.gateway.load import chat, headers, kinds, quantile
 from tests.bench.gateway.logs import account
 from tests.bench.gateway.mock import END, SHORT, STREAM_HEAD, TOKEN
+from tests.bench.soak import Tally, growth_pct
 
 
 def body(content: str | None = "hi", end: str | None = "stop", **more: object) -> bytes:
@@ -161,3 +163,30 @@ def test_the_account_finds_requests_without_exactly_one_outcome() -> None:
     assert account([*good, over(2)]).twice == 1
     assert account([*good, over(9)]).unknown == 1
     assert account([*good, arrived(3), over(2), over(9)]).unaccounted == 3
+
+
+def test_memory_is_compared_with_a_fifth_of_the_run() -> None:
+    rss = [(sent, 100 + (sent < 200) * -50) for sent in range(100, 1100, 100)]
+    assert growth_pct(rss, 1000) == 0.0
+    grown = [*rss[:-3], (800, 120), (900, 120), (1000, 120)]
+    assert growth_pct(grown, 1000) == pytest.approx(20.0)
+    assert growth_pct([], 1000) == 0.0
+
+
+def test_idle_streams_share_the_open_files_there_are() -> None:
+    def under_way(seats_each: int, replicas: int) -> int:
+        return replicas * (seats_each * 1020 // 1000 * 950 // 1000)
+
+    few = under_way(seats(10_000, 12, 20_000), 12)
+    assert 9_700 < few <= 20_000 - FILES_SPARE - 10_000
+    enough = under_way(seats(10_000, 12, 65_536), 12)
+    assert enough > 9_900
+
+
+def test_what_breaks_midway_is_no_failure_if_it_was_told() -> None:
+    tally = Tally()
+    for kind in ("ok", "error_event", "http_502", "cut"):
+        tally.open += 1
+        tally.took(answer(kind, 1.0))
+    assert (tally.over, tally.begun, tally.failed, tally.open) == (4, 1, 2, 0)
+    assert set(tally.first) == {"error_event", "http_502", "cut"}

@@ -67,13 +67,21 @@ async def paced(per_s: float, count: int, send: Callable[[int], None]) -> None:
 
 
 async def open_loop(
-    client: Client, requests: Sequence[bytes], per_s: float, count: int, *, kept: bool = False
+    client: Client,
+    requests: Sequence[bytes],
+    per_s: float,
+    count: int,
+    *,
+    kept: bool = False,
+    on_event: Callable[[], None] | None = None,
 ) -> list[Answer]:
-    """Send ``count`` of the requests, in turn, at that rate; all their answers, in order."""
+    """Send ``count`` of the requests, in turn, at that rate; all their answers, in order.
+    ``on_event`` is called for every piece of them that comes."""
     exchanges: list[Exchange] = []
 
     def send(number: int) -> None:
-        exchanges.append(client.send(requests[number % len(requests)], kept=kept))
+        request = requests[number % len(requests)]
+        exchanges.append(client.send(request, kept=kept, on_event=on_event))
 
     await paced(per_s, count, send)
     return [await exchange.done for exchange in exchanges]

@@ -266,8 +266,9 @@ class Server(asyncio.Protocol):
 
     def _idle(self, first: bool) -> None:
         self._transport.write(STREAM_HEAD + ROLE + TOKEN[0] if first else TOKEN[0])
-        # Streams that were opened together must not speak together.
-        self._later(IDLE_S * random.uniform(0.5, 1.0), self._idle, False)  # noqa: S311
+        # Streams that were opened together must not speak together, nor all be silent together.
+        wait_s = IDLE_S * random.random() if first else IDLE_S  # noqa: S311
+        self._later(wait_s, self._idle, False)
 
 
 async def serve(ports: int) -> None:

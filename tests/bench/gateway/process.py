@@ -139,6 +139,10 @@ class Process:
         fields = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()
         return int(fields[1]) * resource.getpagesize()
 
+    def threads(self) -> list[int]:
+        """Ids of its threads, as the system knows them."""
+        return [int(name) for name in os.listdir(f"/proc/{self.pid}/task")]
+
     def files(self) -> int:
         """File descriptors that it has open."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
