@@ -606,7 +606,7 @@ def test_silence_is_filled_with_comments_between_whole_events() -> None:
     async def test(running: Core) -> None:
         got = await post(running.url, chat(stream=True))
         comments = [each for each in got.events if each.startswith(b":")]
-        assert len(comments) >= 5
+        assert len(comments) >= 3
         rest = [each for each in got.events if not each.startswith(b":")]
         assert rest == [ROLE, delta("a"), delta(None, "stop"), DONE]
         assert got.events[0].startswith(b":")
