@@ -35,6 +35,10 @@ HOOKS = ("arrived", "dispatched", "first_token", "settled", "lost", "decided", "
 LOGGER = logging.getLogger("twinkeel")
 SILENCE_S = 2.0
 """When a server that takes no connections any more has stopped finishing what it had."""
+STALL_NS = 20_000_000
+"""A timer this late means that the process stood still."""
+AFTER_READING_S = 0.005
+"""Long enough for the loop to read what lies in its sockets."""
 TROUBLE_AGAIN_NS = 60_000_000_000
 FLUSH_S = 0.02
 """How often the decision log is written."""
@@ -238,10 +242,15 @@ class Driver:
         delay_s = max(0, at_ns - self.now_ns()) / 1e9
         self._timer = self._loop.call_later(delay_s, self._ring, at_ns)
 
-    def _ring(self, at_ns: int) -> None:
-        # Loops round delays to milliseconds, so it may be too early by part of one.
-        if self.now_ns() < at_ns:
+    def _ring(self, at_ns: int, reading: bool = False) -> None:
+        # Loops round delays to milliseconds, so it may be too early by part of one. Much too late,
+        # it is this process that stood still, and what came meanwhile lies unread: that goes first,
+        # or its silence would be taken for the servers'.
+        late_ns = self.now_ns() - at_ns
+        if late_ns < 0:
             self._timer = self._loop.call_later(0.001, self._ring, at_ns)
+        elif late_ns > STALL_NS and not reading:
+            self._timer = self._loop.call_later(AFTER_READING_S, self._ring, at_ns, True)
         else:
             self._timer = None
             self._runner.tick()

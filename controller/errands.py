@@ -9,6 +9,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+from controller.driver import AFTER_READING_S
 from controller.upstream import judge
 from controller.upstream.client import TryFailed
 from policy.decisions import LookUp, ReadProgress, SaveCheckpoint, Verify, Warm
@@ -112,10 +113,14 @@ class Errands:
         if driver.streams.blocked.get(replica.id):
             replica.tokens += 1  # it is the caller that stands still
         if replica.all_streams:
-            # Not within the step that asked for it.
-            driver.feed(Progress(replica.id, replica.tokens))
+            # After a look into the sockets: what has come and was not read yet counts, too.
+            asyncio.get_running_loop().call_later(AFTER_READING_S, self._tell_progress, replica)
         else:
             self._spawn(self._ask(replica))
+
+    def _tell_progress(self, replica: Replica) -> None:
+        if replica.up:
+            self._driver.feed(Progress(replica.id, replica.tokens))
 
     async def _ask(self, replica: Replica) -> None:
         tokens = await self._read(replica)

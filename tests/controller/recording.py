@@ -100,9 +100,11 @@ def predict(trace: Path, folder: Path, replicas: int = 2, policy: str = "stable"
     and compare request by request."""
     live = pq.read_table(trace).to_pydict()
     fleet = fleet_of([(PROFILE, replicas)])
+    request_in_ns = round(fleet[0].profile.overheads.request_in_ns.value)
     world = WorldSettings(
-        gateway_ns=_entry_ns(live, fleet[0].profile.overheads.request_in_ns.value),
-        network_ns=_median_ns(live["network_s"]) // 2,
+        gateway_ns=_entry_ns(live),
+        # What the server's HTTP side takes is the profile's to know; live it is the network's.
+        network_ns=max(0, _median_ns(live["network_s"]) - request_in_ns) // 2,
         scrape_every_ns=NS,
         scrape_age_ns=0,
     )
@@ -137,16 +139,14 @@ def predict(trace: Path, folder: Path, replicas: int = 2, policy: str = "stable"
     return comparison
 
 
-def _entry_ns(live: dict[str, list[Any]], request_in_ns: float) -> int:
+def _entry_ns(live: dict[str, list[Any]]) -> int:
     """What it takes to read a request and to send it on: of the time to first token, all that is
-    neither queue, nor network, nor the server's, of which its profile knows what no engine counts.
-    The gateway's other work comes after the first token."""
+    neither queue, nor network, nor engine. The gateway's other work comes after the first token."""
     parts = zip(
         *(live[f"{hop}_s"] for hop in ("ttft", "queue", "schedule", "prefill", "network")),
         strict=True,
     )
-    left = _median_ns([ttft - sum(rest) for ttft, *rest in parts if None not in rest])
-    return max(0, left - round(request_in_ns))
+    return max(0, _median_ns([ttft - sum(rest) for ttft, *rest in parts if None not in rest]))
 
 
 def _median_ns(values: list[float | None]) -> int:
