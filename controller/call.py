@@ -53,11 +53,12 @@ class Call:
     """An open request. Times are on the log's clock, in ns; -1: it has not come to that."""
 
     __slots__ = (
-        "arrived_ns", "asked", "attempt", "body", "cached_tokens", "committed", "contradiction",
-        "dispatched_ns", "done", "engine", "entered_ns", "events_sent", "finish_reason",
-        "first_ns", "gateway_ns", "kept", "last_ns", "last_sent_ns", "name", "network_ns",
-        "output_tokens", "prompt_tokens", "replica", "request", "response", "second", "sent_ns",
-        "served_status", "settled", "settled_ns", "span", "tail", "tier", "tries", "web",
+        "aborted", "arrived_ns", "asked", "attempt", "body", "cached_tokens", "committed",
+        "contradiction", "dispatched_ns", "done", "engine", "entered_ns", "events_sent",
+        "finish_reason", "first_ns", "gateway_ns", "kept", "last_ns", "last_sent_ns", "name",
+        "network_ns", "output_tokens", "own", "prompt_tokens", "read_ns", "replica", "request",
+        "response", "second", "sent_ns", "served_status", "settled", "settled_ns", "span", "tail",
+        "tier", "tries", "web",
     )  # fmt: skip
 
     def __init__(self, asked: Asked, name: str, entered_ns: int, request: web.Request) -> None:
@@ -69,6 +70,8 @@ class Call:
         """The policy's id of it: rising, unique in the log."""
         self.entered_ns = entered_ns
         """Its headers were read."""
+        self.read_ns = entered_ns
+        """All of it was here."""
         self.arrived_ns = -1
         """The policy was told."""
         self.dispatched_ns = -1
@@ -109,7 +112,12 @@ class Call:
         self.events_sent = 0
         self.response: web.StreamResponse | None = None
         self.settled: Settled | None = None
+        self.own: asyncio.Task[None] | None = None
+        """The task that its caller waits in."""
+        self.aborted = False
+        """A try that runs in that task is to end, and nothing else."""
         self.attempt: asyncio.Task[None] | None = None
+        """Its present try: a task of its own, or ``own``."""
         self.second: asyncio.Task[None] | None = None
         self.done: asyncio.Future[None] | None = None
         self.span: Any = None

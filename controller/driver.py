@@ -106,6 +106,10 @@ class Driver:
         self.refused = 0
         """Events that the policy found illegal: always 0 unless there is a fault in the code."""
         self.suspect: Callable[[Replica], object] = lambda replica: None
+        self._offered: Call | None = None
+        """The request that the policy is being told of."""
+        self._direct: tuple[Replica, Dispatch] | None = None
+        """Where it is to be sent at once."""
         self._errands: Errands | None = None
         self._troubles: dict[str, int] = {}
         """Until when each is not told again."""
@@ -150,8 +154,41 @@ class Driver:
                 self._givers.add(task)
                 task.add_done_callback(self._givers.discard)
 
-    def offer(self, call: Call) -> None:
-        """A request came: ``call.done`` is set when it has its outcome."""
+    async def serve(self, call: Call) -> None:
+        """Take a request, until it has its outcome.
+
+        Where it can be sent at once, as most can, that is done here, in its own task: one of its
+        own would cost two turns of the loop.
+        """
+        self._offer(call)
+        if self._direct is not None:
+            replica, decision = self._direct
+            self._direct = None
+            await self._attempt_here(call, replica, decision)
+        if call.done is not None:
+            await call.done
+
+    async def _attempt_here(self, call: Call, replica: Replica, decision: Dispatch) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        stream = call.asked.stream
+        call.own = call.attempt = task
+        replica.attempts.add(task)
+        replica.streams += stream
+        try:
+            await self.client.attempt(call, replica, decision)
+        except asyncio.CancelledError:
+            # The policy's Abort ends the try, and the caller's leaving ends it all.
+            if not call.aborted or task.uncancel():
+                raise
+        finally:
+            call.aborted = False
+            replica.attempts.discard(task)
+            replica.streams -= stream
+            if call.attempt is task:
+                call.attempt = None
+
+    def _offer(self, call: Call) -> None:
         request = self._next
         self._next = request + 1
         self.open += 1
@@ -162,14 +199,19 @@ class Driver:
         call.arrived_ns = self.now_ns()
         for hear in self._hear["arrived"]:
             hear(call)
-        self.feed(
-            Arrived(
-                request, asked.model, asked.endpoint, asked.prompt_bytes, asked.max_tokens,
-                asked.sla, asked.line, asked.user, asked.session, asked.deadline_ns,
-                asked.messages, asked.stream, asked.prefix, asked.prefix_block_bytes, asked.chain,
-                asked.step, asked.resume,
-            )
-        )  # fmt: skip
+        self._offered = call
+        try:
+            self.feed(
+                Arrived(
+                    request, asked.model, asked.endpoint, asked.prompt_bytes, asked.max_tokens,
+                    asked.sla, asked.line, asked.user, asked.session, asked.deadline_ns,
+                    asked.messages, asked.stream, asked.prefix, asked.prefix_block_bytes,
+                    asked.chain, asked.step, asked.resume,
+                )
+            )  # fmt: skip
+        finally:
+            self._offered = None
+            call.gateway_ns += self.now_ns() - call.read_ns
 
     def cancel(self, call: Call) -> None:
         """Its caller went away; nothing happens if it is settled already."""
@@ -231,7 +273,7 @@ class Driver:
         for call in list(self.calls.values()):
             for task in (call.attempt, call.second):
                 if task in replica.attempts:
-                    task.cancel()
+                    self._cancel(call, task)
                     self.feed(Failed(call.request, replica.id, "replica_lost"))
 
     # ---- time ----
@@ -302,6 +344,9 @@ class Driver:
         call.tail = []
         for hear in self._hear["dispatched"]:
             hear(call)
+        if call is self._offered:
+            self._direct = replica, decision
+            return
         attempt = self._loop.create_task(self.client.attempt(call, replica, decision))
         call.attempt = attempt
         self._track(attempt, replica, call.asked.stream)
@@ -330,10 +375,17 @@ class Driver:
         call = self.calls.get(decision.request)
         if call is None:
             return
+        if call is self._offered:
+            self._direct = None  # it was to be sent at once, and is not
         for task in (call.attempt, call.second):
-            if task is not None and not task.done() and task is not asyncio.current_task():
-                task.cancel()
+            self._cancel(call, task)
         call.attempt = call.second = None
+
+    def _cancel(self, call: Call, task: asyncio.Task[None] | None) -> None:
+        """End a try, whether it has a task of its own or runs in its caller's."""
+        if task is not None and not task.done() and task is not asyncio.current_task():
+            call.aborted = task is call.own
+            task.cancel()
 
     def _settle(self, settled: Settled) -> None:
         call = self.calls.pop(settled.request, None)

@@ -125,11 +125,9 @@ class Gateway:
         if asked.stream:
             call.response = web.StreamResponse()
             call.last_sent_ns = entered_ns
+        call.read_ns = read_ns
         try:
-            driver.offer(call)
-            call.gateway_ns = driver.now_ns() - read_ns
-            if call.done is not None:
-                await call.done
+            await driver.serve(call)
             return await self._teller.tell(call)
         except asyncio.CancelledError:
             driver.cancel(call)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from policy.decisions import Settled
 
 JSON = "application/json"
+SMALL_BYTES = 32 * 1024
 
 
 class Teller:
@@ -73,11 +74,13 @@ class Teller:
         else:
             body = self._body_of(call, settled)
         if call.response is None:
-            if settled.why == "" and not call.asked.document.get("stream"):
-                self._keep(call, settled, body)
+            whole = body
             if self._extras:
-                body = editing.with_member(body, "twinkeel", self._extra(call, settled))
-            return await self._send_whole(call, 200, body, self._headers(call, settled))
+                whole = editing.with_member(body, "twinkeel", self._extra(call, settled))
+            told = await self._send_whole(call, 200, whole, self._headers(call, settled))
+            if settled.why == "":
+                self._keep(call, settled, body)
+            return told
         events = (
             call.tail
             if not body
@@ -121,6 +124,10 @@ class Teller:
     ) -> web.StreamResponse:
         response = web.Response(body=body, status=status, headers=headers, content_type=JSON)
         try:
+            if len(body) < SMALL_BYTES:  # it fits into the socket's buffer: nothing is waited for
+                await response.prepare(call.web)
+                await response.write_eof()
+                return response
             async with asyncio.timeout(self._unread_s_most):
                 await response.prepare(call.web)
                 await response.write_eof()

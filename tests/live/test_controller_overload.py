@@ -8,6 +8,8 @@ ones before and after it. Throughput is vLLM's own count of generated tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from dataclasses import dataclass, field
 from statistics import mean, median
@@ -20,6 +22,8 @@ from tests.controller.asking import COMPLETIONS, Answer, ask, session
 from tests.controller.stories import read_story
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import aiohttp
 
     from tests.controller.processes import Controllers
@@ -35,6 +39,7 @@ QUEUE_SETTLES_S = 4.0
 FLOOD = 128
 """Twice as many as vLLM runs at once."""
 SAMPLE_S = 0.2
+NICE = 10
 CLASSES = {"P0": 0.3, "P1": 0.4, "P2": 0.3}
 
 
@@ -45,6 +50,7 @@ class Window:
     tokens_per_s: float = 0.0
     finished_per_s: float = 0.0
     waiting: list[float] = field(default_factory=list)
+    running: list[float] = field(default_factory=list)
 
 
 class Prompts:
@@ -81,6 +87,7 @@ async def _watch(server: Vllm, settles_s: float) -> Window:
         await asyncio.sleep(SAMPLE_S)
         samples = await asyncio.to_thread(server.samples)
         window.waiting.append(samples["vllm:num_requests_waiting"])
+        window.running.append(samples["vllm:num_requests_running"])
     span_s = time.monotonic() - began_s
     for name, metric in (
         ("tokens_per_s", "generation_tokens"),
@@ -89,6 +96,20 @@ async def _watch(server: Vllm, settles_s: float) -> Window:
         rate = (samples[f"vllm:{metric}_total"] - before[f"vllm:{metric}_total"]) / span_s
         setattr(window, name, rate)
     return window
+
+
+@contextlib.contextmanager
+def _behind(pid: int) -> Iterator[None]:
+    """The controller and this caller get the processor after vLLM, which else would have a machine
+    of its own: without the controller it would not share its two cores with one."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for each in (0, pid):
+        os.setpriority(os.PRIO_PROCESS, each, own + NICE)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(PermissionError):  # only root takes it back
+            os.setpriority(os.PRIO_PROCESS, 0, own)
 
 
 async def _end(tasks: set[asyncio.Task[Any]]) -> None:
@@ -155,7 +176,8 @@ def test_twice_the_load(
                 )
             flooded.append(await _flooded(client, server, prompts))
 
-    asyncio.run(run())
+    with _behind(controller.process.pid):
+        asyncio.run(run())
     controller.stop()
     waiting = [each for window in controlled for each in window.waiting]
     waiting_p95 = float(np.percentile(waiting, 95))
@@ -187,6 +209,14 @@ def test_twice_the_load(
     waits = {sla: story.waits_s(sla) for sla in CLASSES}
     p75 = {sla: float(np.percentile(each, 75)) for sla, each in waits.items()}
     offered = [request.arrived.sla for request in story.requests.values()]
+    for name, windows in (("flooded", flooded), ("controlled", controlled)):
+        print(
+            name,
+            "running",
+            [round(mean(window.running), 1) for window in windows],
+            "tokens/s",
+            [round(window.tokens_per_s) for window in windows],
+        )
     print(waiting_p95, share, told, {sla: len(each) for sla, each in waits.items()}, p75)
     assert p75["P0"] <= p75["P1"] <= p75["P2"], "the more urgent, the sooner"
     for sla in CLASSES:
