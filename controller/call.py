@@ -61,7 +61,7 @@ class Call:
         "tier", "tries", "web",
     )  # fmt: skip
 
-    def __init__(self, asked: Asked, name: str, entered_ns: int, request: web.Request) -> None:
+    def __init__(self, asked: Asked, name: str, entered_ns: int, request: web.BaseRequest) -> None:
         self.asked = asked
         self.name = name
         """``x-request-id``, the caller's or our own."""
@@ -89,7 +89,7 @@ class Call:
         """Time in this process so far, waiting not included."""
         self.network_ns = -1
         """There and back with the server's HTTP handling: of a stream its own, until its headers
-        came; else the usual time of an empty request."""
+        came; else the usual time of these, or of an empty request."""
         self.replica = -1
         self.tier = ""
         self.tries = 0

@@ -35,6 +35,8 @@ HOOKS = ("arrived", "dispatched", "first_token", "settled", "lost", "decided", "
 LOGGER = logging.getLogger("twinkeel")
 SILENCE_S = 2.0
 """When a server that takes no connections any more has stopped finishing what it had."""
+LOOK_S = 1.0
+"""How often it is looked for calls that take too long."""
 STALL_NS = 20_000_000
 """A timer this late means that the process stood still."""
 AFTER_READING_S = 0.005
@@ -135,6 +137,7 @@ class Driver:
         self._errands = errands
         self.suspect = suspect
         self.every(FLUSH_S, self._log.flush)
+        self.every(LOOK_S, self._time_out)
 
     def listen(self, listener: Listener) -> None:
         """Tell it what happens from now on; of what it does not override it is not told."""
@@ -142,10 +145,17 @@ class Driver:
             if getattr(type(listener), name) is not getattr(Listener, name):
                 hearers.append(getattr(listener, name))
 
+    def _say(self, hook: str, *what: object) -> None:
+        """Tell the listeners; one that fails must not stop a request on its way."""
+        for hear in self._hear[hook]:
+            try:
+                hear(*what)
+            except Exception:
+                LOGGER.exception("a listener failed at %s", hook)
+
     def feed(self, event: Event) -> None:
         """Let the policy see ``event``."""
-        for hear in self._hear["fed"]:
-            hear(self.now_ns(), event)
+        self._say("fed", self.now_ns(), event)
         self._runner.feed(event)
         if type(event) is ReplicaDown:
             replica = self.replicas[event.replica]
@@ -197,8 +207,7 @@ class Driver:
         self.calls[request] = call
         asked = call.asked
         call.arrived_ns = self.now_ns()
-        for hear in self._hear["arrived"]:
-            hear(call)
+        self._say("arrived", call)
         self._offered = call
         try:
             self.feed(
@@ -220,16 +229,14 @@ class Driver:
 
     def first_token(self, call: Call) -> None:
         """The policy knows; the listeners are told."""
-        for hear in self._hear["first_token"]:
-            hear(call)
+        self._say("first_token", call)
 
     def told(self, call: Call) -> None:
         """The caller of a settled request has been told, as far as it can be."""
         self.open -= 1
         call.settled_ns = self.now_ns()
         if call.settled is not None:
-            for hear in self._hear["settled"]:
-                hear(call, call.settled)
+            self._say("settled", call, call.settled)
 
     def switch(self, parameters: Parameters) -> None:
         """Another policy file rules from now on.
@@ -245,8 +252,7 @@ class Driver:
                 " needs a restart"
             )
         self.parameters = parameters
-        for hear in self._hear["switched"]:
-            hear(parameters)
+        self._say("switched", parameters)
 
     def snapshot(self) -> bytes:
         return self.policy.snapshot()
@@ -258,8 +264,15 @@ class Driver:
             return
         self._troubles[key] = now_ns + TROUBLE_AGAIN_NS
         LOGGER.warning("%s: %s", key, text)
-        for hear in self._hear["decided"]:
-            hear(Alert(f"controller {key}", text, (), "serving goes on"))
+        self._say("decided", Alert(f"controller {key}", text, (), "serving goes on"))
+
+    def _time_out(self) -> None:
+        """Give up calls that take too long, whatever the policy thinks of them."""
+        since_ns = self.now_ns() - round(self.settings.limits.call_s_most * 1e9)
+        for call in list(self.calls.values()):
+            if call.attempt is not None and call.dispatched_ns < since_ns:
+                self._cancel(call, call.attempt)
+                self.feed(Failed(call.request, call.replica, "timeout"))
 
     async def _give_up(self, replica: Replica) -> None:
         """A server that takes no connection may still finish what it has, as vLLM does when it is
@@ -329,8 +342,7 @@ class Driver:
                 self.refused += 1
             if self._errands is not None:
                 self._errands.run(decision)
-            for hear in self._hear["decided"]:
-                hear(decision)
+            self._say("decided", decision)
 
     def _dispatch(self, decision: Dispatch) -> None:
         call = self.calls[decision.request]
@@ -342,8 +354,7 @@ class Driver:
         call.output_tokens = call.events_sent = 0
         call.first_ns = -1
         call.tail = []
-        for hear in self._hear["dispatched"]:
-            hear(call)
+        self._say("dispatched", call)
         if call is self._offered:
             self._direct = replica, decision
             return
@@ -383,15 +394,18 @@ class Driver:
 
     def _cancel(self, call: Call, task: asyncio.Task[None] | None) -> None:
         """End a try, whether it has a task of its own or runs in its caller's."""
-        if task is not None and not task.done() and task is not asyncio.current_task():
-            call.aborted = task is call.own
-            task.cancel()
+        if task is None or task.done() or task is asyncio.current_task():
+            return
+        if task is call.own:
+            if call.aborted:  # once is enough: what is more would end its caller's wait, too
+                return
+            call.aborted = True
+        task.cancel()
 
     def _settle(self, settled: Settled) -> None:
         call = self.calls.pop(settled.request, None)
         if call is None:  # it was open when an earlier process ended
-            for hear in self._hear["lost"]:
-                hear(settled)
+            self._say("lost", settled)
             return
         call.settled = settled
         call.tier = settled.tier or call.tier

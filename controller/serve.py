@@ -144,13 +144,15 @@ async def _start(
 
     answers = Answers()
     _servers(settings, driver, database, answers, stack)
-    gateway = Gateway(driver, _secret(data), answers, database, keys, ears.metrics.rejected)
+    text = (resources.files("controller.gateway") / "openapi.yaml").read_text(encoding="utf-8")
+    openapi = msgspec.json.encode(yaml.safe_load(text))
+    gateway = Gateway(
+        driver, _secret(data), answers, database, keys, ears.metrics.rejected, openapi
+    )
     gateway.start()
     stack.push_async_callback(gateway.close)
-    text = (resources.files("controller.gateway") / "openapi.yaml").read_text(encoding="utf-8")
-    app = gateway.app(msgspec.json.encode(yaml.safe_load(text)))
     options = http.public_options(settings.limits)
-    runner, door = await http.listen(app, settings.host, settings.port, **options)
+    runner, door = await http.listen(gateway.handle, settings.host, settings.port, **options)
     stack.push_async_callback(runner.cleanup)
     stack.callback(door.stop)
     gateway.guard(runner)
@@ -159,7 +161,7 @@ async def _start(
         settings, driver, ears.stats, token, ears.metrics.render, database, running.why_not_ready,
         running.stop, ears.reader.waiting, ears.observed,
     )  # fmt: skip
-    admin, admin_door = await http.listen(
+    admin, admin_door = await http.listen_app(
         make_app(sources), settings.admin_host, settings.admin_port
     )
     stack.push_async_callback(admin.cleanup)
@@ -192,7 +194,7 @@ async def _driver(
         on_trouble=lambda text: driver.trouble("log", text),
     )  # fmt: skip
     stack.callback(log.close)
-    session = await stack.enter_async_context(http.session(settings.limits))
+    session = await stack.enter_async_context(http.session())
     replicas = [Replica(number, each, session) for number, each in enumerate(settings.upstreams)]
     epoch_ns = time.time_ns() - clock()
     spans = Spans(settings, epoch_ns, lambda replica: replicas[replica].url)

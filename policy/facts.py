@@ -79,6 +79,8 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     """By when its chain wants its first token; 0: it has no chain."""
     rung: int = 0
     """How many of the ways to degrade were tried."""
+    kind: str = ""
+    """How its last try failed, while it waits for another."""
 
 
 class Replica(msgspec.Struct, array_like=True, gc=False):

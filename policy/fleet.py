@@ -217,13 +217,19 @@ class Fleet:
         replica = moved.replica
         known = self._facts.replicas.get(replica)
         figures = (("in_flight", 0 if known is None else known.in_flight),)
-        self.alert(now_ns, f"replica {replica}", f"{moved.state}: {moved.why}", figures, decisions)
+        cause = f"{moved.state}: {moved.why}" if out else "silent, and has to stay"
+        self.alert(now_ns, f"replica {self._name(replica)}", cause, figures, decisions)
         if moved.state == "isolated":
             self.stuck.append((replica, "replica_lost"))
             if self.capacity is not None:
                 self._scale(now_ns, self.capacity.lost(now_ns, replica), decisions)
         elif moved.why == "silent":
             self.stuck.append((replica, "silent"))
+
+    def _name(self, replica: int) -> str:
+        """For people, who know it by that."""
+        host = self._queue.hosts.get(replica)  # it knows those that just went down, too
+        return str(replica) if host is None else host.replica.spec.name
 
     def alert(
         self,
@@ -356,7 +362,7 @@ class Fleet:
             self.health.down(now_ns, event.replica)
         died = event.reason not in NO_DEATH
         if died:
-            key = f"replica {event.replica}"
+            key = f"replica {self._name(event.replica)}"
             self.alert(now_ns, key, f"down: {event.reason}", (), decisions)
         if self.capacity is not None:
             if died:

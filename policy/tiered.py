@@ -16,7 +16,7 @@ from policy.complexity import UNIT, Complexity, ComplexityState, Quantile, flops
 from policy.decisions import Dispatch, Settled, Verify
 from policy.facts import ELIGIBLE_CACHE_MAX, STRIKES
 from policy.hosts import CAPPED, FREE, FULL, TICKS_PER_NS, Host
-from policy.outcomes import CALLERS_FAULT, too_large, unserved
+from policy.outcomes import CALLERS_FAULT, failed, too_large, unserved
 from policy.placement import Placer, PlacerState
 from policy.prefixes import PrefixTable, chain
 from policy.tiers import FALLBACK, LENT, NAMES, NS_PER_MS, TURBO, Job, Pool, PoolState, Tags
@@ -309,6 +309,7 @@ class Tiered:
         self._release(opened, job)
         self._retrying += not opened.tried
         self._facts.take_back(opened)
+        opened.kind = kind
         decisions: Decisions = []
         self._try_again(now_ns, opened, job, decisions)
         return decisions
@@ -576,7 +577,12 @@ class Tiered:
             shedding.retry_after_least_ms * NS_PER_MS,
             min(retry_after_ns, shedding.retry_after_most_ms * NS_PER_MS),
         )
-        settled = Settled(job.request, "shed", NAMES[job.tier], why, 429, retry_after_ns)
+        tier = NAMES[job.tier]
+        if opened.kind:  # it was taken, and a replica failed it: it is not the load's fault
+            return self._refused(
+                now_ns, opened, failed(job.request, opened.kind, tier, retry_after_ns)
+            )
+        settled = Settled(job.request, "shed", tier, why, 429, retry_after_ns)
         return self._refused(now_ns, opened, settled)
 
     def _unserved(self, now_ns: int, opened: Open, tier: str = "") -> Decisions:
@@ -590,7 +596,10 @@ class Tiered:
         if opened.cause:
             self.stranded.append(opened)
             return []
-        self._facts.drop(opened)
+        if opened.kind and settled.why == opened.kind:
+            self._facts.settle(now_ns, opened, opened.kind)
+        else:
+            self._facts.drop(opened)
         return [self._close(now_ns, opened, settled)]
 
     # Books

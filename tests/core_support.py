@@ -319,7 +319,7 @@ async def core(
         kept, clock = _Kept(), Clock()
         header = Header(1, code_hash(), canonical(chosen), 0, 0, 0)
         kept.log = FullLog(header, service.snapshot, lambda _: kept, 1 << 40)
-        session = await stack.enter_async_context(make_session(settings.limits))
+        session = await stack.enter_async_context(make_session())
         replicas = [Replica(n, each, session) for n, each in enumerate(settings.upstreams)]
         driver = Driver(settings, service, chosen, kept.log, replicas, clock)
         answers = Answers()
@@ -333,7 +333,7 @@ async def core(
         gateway.start()
         stack.push_async_callback(gateway.close)
         runner, door = await listen(
-            gateway.app(b"{}"), "127.0.0.1", 0, **public_options(settings.limits)
+            gateway.handle, "127.0.0.1", 0, **public_options(settings.limits)
         )
         stack.push_async_callback(runner.cleanup)
         stack.callback(door.stop)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 from hashlib import sha256
 from typing import TYPE_CHECKING
+
+from controller.store.secret import kept
+from policy.files import FileError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,34 +29,42 @@ def load_token(settings: Settings) -> str:
     """The token that was given; else the one in the data folder, made if it is not there.
 
     Raises:
-        ValueError: it is too short, or the file is readable by others.
+        FileError: it is too short, or no header can carry it.
     """
     if settings.admin_token:
-        return checked(settings.admin_token, "the admin token")
+        return checked(settings.admin_token, "the settings", "admin_token")
     path = token_path(settings)
+    return read_token(kept(path, lambda: f"{secrets.token_urlsafe(32)}\n".encode()), path)
+
+
+def read_token(data: bytes, path: Path) -> str:
+    """The token that a file holds.
+
+    Raises:
+        FileError: it holds none that can serve as one.
+    """
     try:
-        return checked(path.read_text(encoding="utf-8").strip(), str(path))
-    except FileNotFoundError:
-        pass
-    path.parent.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_urlsafe(32)
-    # Complete before it has its name: a crash never leaves half a token behind.
-    making = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
-    handle = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(token + "\n")
-    making.replace(path)
-    return token
+        return checked(data.decode().strip(), str(path))
+    except UnicodeDecodeError as error:
+        raise FileError(str(path), "is no text, so it holds no token") from error
 
 
-def checked(token: str, where: str) -> str:
-    """The token, if it can serve as one."""
+def checked(token: str, where: str, key: str = "") -> str:
+    """The token, if it can serve as one.
+
+    Raises:
+        FileError: it cannot; the token itself is not in the message.
+    """
     if len(token) < LENGTH_LEAST:
-        raise ValueError(
-            f"{where} has {len(token)} characters: use at least {LENGTH_LEAST} random ones"
-        )
+        raise FileError(
+            where, f"the admin token has {len(token)} characters: use at least {LENGTH_LEAST}"
+            " random ones", key=key,
+        )  # fmt: skip
     if not token.isascii() or any(letter.isspace() for letter in token):
-        raise ValueError(f"{where} has spaces or letters beyond ASCII: no header can carry it")
+        raise FileError(
+            where, "the admin token has spaces or letters beyond ASCII: no header can carry it",
+            key=key,
+        )  # fmt: skip
     return token
 
 

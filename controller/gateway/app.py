@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +27,12 @@ if TYPE_CHECKING:
     from controller.store.database import Database
     from policy.events import Endpoint
 
+    Route = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+LOGGER = logging.getLogger("twinkeel")
 NAME_MOST = 128
+COMMENTS_AT_ONCE = 256
+READING = ("GET", "HEAD")
 SWEEPS = 5
 """How many times in the longest silence open streams are looked at."""
 
@@ -38,6 +45,7 @@ class Gateway:
         keys: whose API keys are taken; None: callers need none.
         answers: kept for degraded callers.
         database: keeps the answers of chains' steps.
+        openapi: the published document, as JSON.
         rejected: is told the status of each request that is not passed on.
     """
 
@@ -49,6 +57,7 @@ class Gateway:
         database: Database,
         keys: Keys | None = None,
         rejected: Callable[[int], object] = lambda status: None,
+        openapi: bytes = b"{}",
     ) -> None:
         self._driver = driver
         self._rejected = rejected
@@ -56,37 +65,55 @@ class Gateway:
         self._secret = secret
         self._teller = Teller(driver, answers, database)
         self._keys = keys
+        self._openapi = openapi
+        self._routes: dict[str, dict[str, Route]] = {
+            "/v1/chat/completions": {"POST": partial(self._serve, "chat")},
+            "/v1/completions": {"POST": partial(self._serve, "completions")},
+            "/v1/embeddings": {"POST": partial(self._serve, "embeddings")},
+            "/v1/models": dict.fromkeys(READING, self._models),
+            "/health": dict.fromkeys(READING, self._health),
+            "/ready": dict.fromkeys(READING, self._ready),
+            "/openapi.json": dict.fromkeys(READING, self._document),
+        }
+        self._reading = 0
+        """Requests whose body is on its way."""
         self.closed = False
         """New requests are refused."""
         self._sweeper: asyncio.Task[None] | None = None
         self._guard: asyncio.Task[None] | None = None
         self._comments: set[asyncio.Task[None]] = set()
 
-    def app(self, openapi: bytes) -> web.Application:
-        """The routes; ``openapi`` is the published document as JSON."""
-        app = web.Application(client_max_size=self._limits.body_bytes_most)
-        routes: dict[str, Endpoint] = {
-            "/v1/chat/completions": "chat",
-            "/v1/completions": "completions",
-            "/v1/embeddings": "embeddings",
-        }
-        for path, endpoint in routes.items():
-            app.router.add_post(path, self._serving(endpoint))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer any request. (aiohttp's own router costs more than the rest of this.)"""
+        methods = self._routes.get(request.path)
+        if methods is None:
+            return self._refuse(
+                BadRequest(f"there is no {request.path[:200]}", code="not_found", status=404),
+                request,
+            )
+        route = methods.get(request.method)
+        if route is not None:
+            try:
+                return await route(request)
+            except Exception:  # a fault of ours: told in the shape that callers read
+                LOGGER.exception("a request to %s could not be answered", request.path)
+                fault = BadRequest("the gateway failed", code="internal_error", status=500)
+                return self._refuse(fault, request)
+        allowed = ", ".join(methods)
+        response = self._refuse(
+            BadRequest(f"use {allowed}", code="method_not_allowed", status=405), request
+        )
+        response.headers["Allow"] = allowed
+        return response
 
-        async def document(request: web.Request) -> web.Response:
-            return web.Response(body=openapi, content_type=JSON)
-
-        app.router.add_get("/openapi.json", document)
-        app.middlewares.append(self._plainly)
-        return app
+    def _refuse(self, bad: BadRequest, request: web.BaseRequest) -> web.Response:
+        self._rejected(bad.status)
+        return _refusal(bad, _request_name(request.headers.get("X-Request-Id")))
 
     def start(self) -> None:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
-    def guard(self, runner: web.AppRunner) -> None:
+    def guard(self, runner: web.ServerRunner) -> None:
         """From now on let go of callers that open a connection and do not get their request out."""
         self._guard = asyncio.get_running_loop().create_task(
             watch(runner, self._limits.header_s_most)
@@ -99,15 +126,7 @@ class Gateway:
 
     # ---- a request ----
 
-    def _serving(
-        self, endpoint: Endpoint
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def serve(request: web.Request) -> web.StreamResponse:
-            return await self._serve(request, endpoint)
-
-        return serve
-
-    async def _serve(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def _serve(self, endpoint: Endpoint, request: web.BaseRequest) -> web.StreamResponse:
         driver = self._driver
         entered_ns = driver.now_ns()
         name = _request_name(request.headers.get("X-Request-Id"))
@@ -138,7 +157,7 @@ class Gateway:
         finally:
             driver.told(call)
 
-    def _tenant(self, request: web.Request) -> tuple[str, str, str]:
+    def _tenant(self, request: web.BaseRequest) -> tuple[str, str, str]:
         if self._keys is None:
             return "", "", ""
         tenant = self._keys.check(request.headers.get("Authorization", ""))
@@ -149,17 +168,24 @@ class Gateway:
     def _admit(self) -> None:
         if self.closed:
             raise BadRequest("this gateway is about to stop", "", "draining", 503)
-        if len(self._driver.calls) >= self._limits.open_most:
+        if len(self._driver.calls) + self._reading >= self._limits.open_most:
             raise BadRequest(
                 f"{self._limits.open_most} requests are open here", "", "too_many", 503
             )
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        self._reading += 1
+        try:
+            return await self._read(request)
+        finally:
+            self._reading -= 1
+
+    async def _read(self, request: web.BaseRequest) -> bytes:
         length = request.content_length
         if length is not None and length > self._limits.body_bytes_most:
             raise self._too_long()
         try:
-            if request.content.at_eof() or request._read_bytes is not None:
+            if request.content.is_eof():  # it came with the headers: nothing is waited for
                 return await request.read()
             async with asyncio.timeout(self._limits.body_s_most):
                 return await request.read()
@@ -177,10 +203,12 @@ class Gateway:
         return BadRequest(f"the body has more than {most} bytes", "", "body_too_long", 413)
 
     def _known(self, model: str) -> None:
-        """A model that no server ever said it serves is the caller's mistake."""
-        specs = [each.spec for each in self._driver.replicas.values() if each.spec is not None]
-        if not specs or any(not spec.models or model in spec.models for spec in specs):
-            return
+        """A model that no server serves is the caller's mistake; one that was never seen up since
+        the start may serve it."""
+        for replica in self._driver.replicas.values():
+            spec = replica.spec
+            if spec is None or not spec.models or model in spec.models:
+                return
         raise BadRequest(
             f"the model {model[:80]!r} does not exist here", "model", "model_not_found", 404
         )
@@ -194,7 +222,9 @@ class Gateway:
         while True:
             await asyncio.sleep(pause_s)
             now_ns = self._driver.now_ns() + silence_ns // SWEEPS
-            for call in list(self._driver.calls.values()):
+            for number, call in enumerate(list(self._driver.calls.values())):
+                if not number % COMMENTS_AT_ONCE:
+                    await asyncio.sleep(0)  # others' turn
                 if call.response is not None and call.last_sent_ns + silence_ns <= now_ns:
                     task = asyncio.get_running_loop().create_task(self._comment(call))
                     self._comments.add(task)
@@ -208,11 +238,11 @@ class Gateway:
 
     # ---- the other routes ----
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: web.BaseRequest) -> web.Response:
         try:
             self._tenant(request)
         except BadRequest as bad:
-            return _refusal(bad, _request_name(request.headers.get("X-Request-Id")))
+            return self._refuse(bad, request)
         models: dict[str, dict[str, Any]] = {}
         for replica in self._driver.replicas.values():
             spec = replica.spec
@@ -225,10 +255,10 @@ class Gateway:
         body = msgspec.json.encode({"object": "list", "data": list(models.values())})
         return web.Response(body=body, content_type=JSON)
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: web.BaseRequest) -> web.Response:
         return web.Response()
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _ready(self, request: web.BaseRequest) -> web.Response:
         """Whether new requests should be sent here."""
         driver = self._driver
         up = sum(replica.up for replica in driver.replicas.values())
@@ -236,20 +266,8 @@ class Gateway:
         body = msgspec.json.encode({"ready": ready, "draining": driver.draining, "replicas_up": up})
         return web.Response(body=body, status=200 if ready else 503, content_type=JSON)
 
-    @web.middleware
-    async def _plainly(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
-        """aiohttp's own refusals in OpenAI's shape."""
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            code = error.reason.lower().replace(" ", "_")
-            body = errors.document(error.reason, code, error.status)
-            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            return web.Response(body=body, status=error.status, headers=headers, content_type=JSON)
+    async def _document(self, request: web.BaseRequest) -> web.Response:
+        return web.Response(body=self._openapi, content_type=JSON)
 
 
 def _request_name(given: str | None) -> str:

@@ -13,7 +13,7 @@ LOOKS = 4
 """In the time that a caller has."""
 
 
-async def watch(runner: web.AppRunner, header_s_most: float) -> None:
+async def watch(runner: web.ServerRunner, header_s_most: float) -> None:
     """Cut connections that were opened that long ago and have not brought a request.
 
     aiohttp bounds the time between two requests of a connection, and not that before the first.

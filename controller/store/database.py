@@ -64,7 +64,6 @@ CREATE TABLE checkpoints (
     content_type TEXT NOT NULL,
     at_s REAL NOT NULL
 ) STRICT;
-CREATE INDEX checkpoints_by_step ON checkpoints (owner, chain, step);
 """
 
 
@@ -133,8 +132,9 @@ class Database:
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.path = path
-        self.left_out = 0
-        """Breaker moves that were not written: too many waited, or the file failed."""
+        self.moves = self.left_out = 0
+        """Breaker moves that were written, and that were not: too many waited, or the file
+        failed."""
         self._keep_s = keep_s
         self._keep_bytes = keep_bytes
         self._wall_s = wall_s
@@ -165,11 +165,6 @@ class Database:
     async def deploy(self, parameters: Parameters, by: str, note: str = "") -> int:
         """Remember that this policy is in force from now on; the deployment's id."""
         return await self.run(lambda db: self._deploy(db, parameters, by, note))
-
-    async def deployed(self) -> Deployment | None:
-        """The last one."""
-        found = await self.history(1)
-        return found[0] if found else None
 
     async def history(self, most: int = 100) -> list[Deployment]:
         """The last ones, the youngest first."""
@@ -224,8 +219,9 @@ class Database:
 
     def _written(self, done: Future[None]) -> None:
         self._done += 1
-        if done.exception() is not None:
-            self.left_out += 1
+        failed = done.exception() is not None
+        self.left_out += failed
+        self.moves += not failed
 
     # Checkpoints
 
@@ -252,18 +248,12 @@ class Database:
 
     async def load_checkpoint(self, checkpoint: str, owner: str = "") -> Checkpoint | None:
         """The checkpoint of this id, if it is ``owner``'s and still kept."""
-        return await self._checkpoint("id = ? AND owner = ?", (checkpoint, owner))
 
-    async def step_answer(self, chain: str, step: str, owner: str = "") -> Checkpoint | None:
-        """The last checkpoint of a chain's step."""
-        return await self._checkpoint("owner = ? AND chain = ? AND step = ?", (owner, chain, step))
-
-    async def _checkpoint(self, where: str, values: tuple[str, ...]) -> Checkpoint | None:
         def find(db: sqlite3.Connection) -> Checkpoint | None:
             row = db.execute(
                 "SELECT id, owner, chain, step, request, answer, status, content_type, at_s"
-                f" FROM checkpoints WHERE {where} AND at_s >= ? ORDER BY number DESC LIMIT 1",
-                (*values, self._wall_s() - self._keep_s),
+                " FROM checkpoints WHERE id = ? AND owner = ? AND at_s >= ?",
+                (checkpoint, owner, self._wall_s() - self._keep_s),
             ).fetchone()
             return None if row is None else Checkpoint(*row)
 
@@ -319,6 +309,8 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch(0o600)
+        self.path.chmod(0o600)  # it holds answers; the files beside it get the same mode
         connection = sqlite3.connect(self.path, timeout=10.0)
         try:
             connection.execute("PRAGMA journal_mode = WAL")

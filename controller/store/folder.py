@@ -6,6 +6,8 @@ import fcntl
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from policy.files import FileError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -16,13 +18,14 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Hold the folder; it is let go with the process, however that ends.
 
     Raises:
-        ValueError: another controller has it.
+        FileError: another controller has it.
     """
     with (folder / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"another controller uses the data folder {folder}: give each its own with --data"
-            ) from None
+            raise FileError(
+                str(folder), "another controller uses this data folder",
+                hint="give each its own with --data",
+            ) from None  # fmt: skip
         yield

@@ -42,7 +42,7 @@ QUEUE_BYTES = 64 * 1024 * 1024
 RETRY_S = 1.0
 RETRY_MOST = 32
 """A new segment is tried again after ``RETRY_S``, then after up to this many times as long."""
-CLOSE_S_MOST = 30.0
+CLOSE_S_MOST = 10.0
 KEEP_LEAST = 2
 """The segment being written and the one before are never deleted."""
 
@@ -315,7 +315,7 @@ class _Writer:
 
 class _Unbuffered:
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def write(self, data: bytes, /) -> None:
         rest = memoryview(data)

@@ -1,8 +1,9 @@
 """Writes what passes as a trace that ``twinkeel replay`` takes as it is. Never any text.
 
-A request becomes a row when it is settled; rows are written to *parts* about once a minute, each a
-sorted trace by itself, and a clean end merges the parts of the run into ``trace.parquet``. What a
-crash left is merged when the next recorder starts.
+A request becomes a row when it is settled. Each second, new rows are appended to a journal; about
+once a minute they become a *part*, a sorted trace by itself, and the parts of the run so far are
+merged into ``trace.parquet``, by a thread of its own. A clean end makes a trace of the whole run of
+them. What a crash left, the rows in the journal included, is merged when the next recorder starts.
 
 Identifiers of users, sessions and chains are keyed hashes, with a key that stays in the data
 folder. Where a request ended before its answer was there, nobody knows how long that would have
@@ -13,18 +14,21 @@ been, and replay must: such a row has the usual length of answers of its model, 
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import blake2b
+from threading import Event as Flag
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
 from controller.listener import Listener
+from controller.store.secret import kept_key
 from policy.events import ReplicaUp
 from traces import TraceError, TraceWriter, open_trace
 from traces.pipeline import write_trace
@@ -49,12 +53,15 @@ INT32_MOST = 2**31 - 1
 PART_ROWS = 10_000
 PART_S = 60.0
 MERGE_ROWS_MOST = 1_000_000
-"""A run with more rows is left in its parts at its end: the next one merges them meanwhile."""
+"""A run with more rows is left in its parts: the next one merges them meanwhile."""
+MERGE_TIME_SHARE = 0.05
+"""Of the time, at most, goes into merging while it records."""
 KEEP_BYTES = 4 * 1024 * 1024 * 1024
 WAITING_MOST = 10
 """Parts that may wait for the disk."""
 USUAL_KEYS_MOST = 1_000
 _AT_ONCE = 256
+_ENCODER = msgspec.json.Encoder()
 _DONE = frozenset({"answered", "degraded"})
 
 
@@ -132,7 +139,7 @@ class Recorder(Listener):
         self.dropped_rows = 0
         self.trouble = ""
         """What is wrong with writing; empty: nothing."""
-        self._key = _key(data / "trace.key")
+        self._key = kept_key(data / "trace.key")
         self._left = {opened.event.request: opened for opened in left_open}
         earliest_ns = [opened.arrived_ns for opened in self._left.values()]
         self._base_ns = min([start_ns, *earliest_ns])
@@ -142,11 +149,16 @@ class Recorder(Listener):
         self._part_ns = round(part_s * NS)
         self._files = _Files(self.folder, keep_bytes, merge_rows_most)
         self._pending: list[Row] = []
+        self._journaled = 0
+        """How many of them, the first, are in the journal."""
         self._waiting: list[tuple[Future[None], int]] = []
         self._versions: dict[int, ReplicaUp] = {}
         self._usual: dict[tuple[str, str], _Usual] = {}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._waiting.append((self._executor.submit(self._files.finish_leftovers), 0))
+        self._merger = ThreadPoolExecutor(1, thread_name_prefix="merger")
+        self._unmerged = False
+        """There is a part that ``trace.parquet`` lacks."""
+        self._merge(self._files.finish_leftovers)
 
     # What passes
 
@@ -169,18 +181,28 @@ class Recorder(Listener):
     # Writing
 
     def flush(self, now_ns: int) -> None:
-        """Write a part if it is time for one. To be called now and then: else the last requests
-        before a silence wait for the next."""
+        """Write a part if it is time for one, else what is new to the journal. To be called each
+        second or so: what is in neither when the process is killed is lost."""
         self._look_after()
+        if self._unmerged and self._merging.done():
+            self._unmerged = False
+            self._merge(self._files.refresh)
         if self._due(now_ns):
             self._began_ns = now_ns
             self._write()
+        elif len(self._pending) > self._journaled:
+            new = self._pending[self._journaled :]
+            self._journaled = len(self._pending)
+            self._executor.submit(self._files.note, new)
 
     def close(self) -> None:
-        """Write and merge what is there. Takes some 10 s for a million rows."""
+        """Write and merge what is there. Takes some 10 s for a million rows, which is the most
+        that is merged here; what else is being merged is left to the next recorder."""
         self._write()
-        self._waiting.append((self._executor.submit(self._files.finish), 0))
         self._executor.shutdown()
+        self._files.ending.set()
+        self._merge(self._files.finish)
+        self._merger.shutdown()
         self._look_after()
 
     def _due(self, now_ns: int) -> bool:
@@ -192,10 +214,15 @@ class Recorder(Listener):
         if not rows:
             return
         self._pending = []
+        self._journaled = 0
         if len(self._waiting) >= WAITING_MOST:
             self._lost_rows(len(rows), "the disk does not keep up")
             return
         self._waiting.append((self._executor.submit(self._files.write, rows), len(rows)))
+
+    def _merge(self, work: Callable[[], None]) -> None:
+        self._merging = self._merger.submit(work)
+        self._waiting.append((self._merging, 0))
 
     def _look_after(self) -> None:
         over = [one for one in self._waiting if one[0].done()]
@@ -207,6 +234,7 @@ class Recorder(Listener):
                 self._lost_rows(rows, f"{type(error).__name__}: {error}")
             elif rows:
                 self.trouble = ""
+                self._unmerged = True
 
     def _lost_rows(self, rows: int, why: str) -> None:
         self.dropped_rows += rows
@@ -238,9 +266,9 @@ class Recorder(Listener):
             output,
             asked.prompt_bytes,
             min(asked.max_tokens, INT32_MOST) or -1,
-            self._hashed("user", "", asked.user),  # the tenant is in it
-            self._hashed("session", asked.tenant, asked.session),
-            self._hashed("chain", asked.tenant, asked.chain),
+            self._hashed("user", asked.user),
+            self._hashed("session", asked.session),
+            self._hashed("chain", asked.chain and f"{asked.user}/{asked.chain}"),
             asked.prefix_block_bytes // BYTES_PER_TOKEN if asked.prefix else -1,
             asked.prefix,
             call.served_status or settled.http_code,
@@ -279,9 +307,9 @@ class Recorder(Listener):
             output,
             event.prompt_bytes,
             min(event.max_tokens, INT32_MOST) or -1,
-            self._hashed("user", "", event.user),
-            self._hashed("session", "", event.session),
-            self._hashed("chain", "", event.chain),
+            self._hashed("user", event.user),
+            self._hashed("session", event.session),
+            self._hashed("chain", event.chain and f"{event.user}/{event.chain}"),
             event.prefix_block_bytes // BYTES_PER_TOKEN if event.prefix else -1,
             event.prefix,
             settled.http_code,
@@ -330,11 +358,12 @@ class Recorder(Listener):
             provenance = "derived"
         return prompt, output, provenance
 
-    def _hashed(self, kind: str, tenant: str, name: str) -> int:
-        """63 bits; -1: no name."""
+    def _hashed(self, kind: str, name: str) -> int:
+        """63 bits; -1: no name. A tenant's users and sessions have the tenant in their names, and
+        chains belong to a user."""
         if not name:
             return -1
-        text = f"{kind}\0{tenant}\0{name}".encode("utf-8", "surrogatepass")
+        text = f"{kind}\0{name}".encode("utf-8", "surrogatepass")
         return int.from_bytes(blake2b(text, digest_size=8, key=self._key).digest()) >> 1
 
 
@@ -391,51 +420,98 @@ def _column(name: str, values: tuple[Any, ...]) -> pa.Array:
     return pa.array(numbers, mask=numbers < 0).cast(kind)
 
 
+class Ended(Exception):
+    """The process ends, so what is being merged is left."""
+
+
 class _Files:
-    """Parts and traces. All of it runs in the recorder's thread."""
+    """Journals, parts and traces. ``note`` and ``write`` run in one thread, all that merges in
+    another: a part is never late because a long trace is being made."""
 
     def __init__(self, folder: Path, keep_bytes: int, merge_rows_most: int) -> None:
+        self.ending = Flag()
         self._folder = folder
         self._keep_bytes = keep_bytes
         self._merge_rows_most = merge_rows_most
         self._run = datetime.now(UTC).strftime("%Y%m%dT%H%M%S") + f"-{time.time_ns() % NS:09d}"
         self._number = 0
-
-    def write(self, rows: list[Row]) -> None:
-        path = self._folder / f"part-{self._run}-{self._number:06d}.parquet"
-        self._number += 1
-        with TraceWriter(path, defaults={"trace_id": f"live-{self._run}"}) as writer:
-            writer.write(_batch(rows))
-        self._prune()
-
-    def finish(self) -> None:
-        """Make a trace of this run's parts, unless that takes too long."""
-        parts = self._folder.glob(f"part-{self._run}-*.parquet")
-        if sum(open_trace(part).rows for part in parts) <= self._merge_rows_most:
-            self._finish(self._run)
-
-    def finish_leftovers(self) -> None:
-        """Make traces of the parts that earlier runs left."""
-        for scratch in (*self._folder.glob(".*.tmp"), *self._folder.glob(".twinkeel-*")):
+        self._merge_after_s = 0.0
+        for scratch in (*folder.glob(".*.tmp"), *folder.glob(".twinkeel-*")):
             if scratch.is_dir():
                 shutil.rmtree(scratch, ignore_errors=True)
             else:
                 scratch.unlink(missing_ok=True)
-        runs = {path.stem.rpartition("-")[0] for path in self._folder.glob("part-*.parquet")}
+
+    # One thread
+
+    def note(self, rows: list[Row]) -> None:
+        """Append them to the journal of the part to come: a kill loses only what is not there. A
+        disk that does not take them is told of when it does not take the part."""
+        with suppress(OSError, ValueError), self._path(self._number).with_suffix(".rows").open("ab") as file:
+            file.write(b"".join(_ENCODER.encode(row) + b"\n" for row in rows))
+
+    def write(self, rows: list[Row]) -> None:
+        """Make them a part, in place of its journal."""
+        path = self._path(self._number)
+        self._number += 1
+        self._write(path, rows, self._run)
+        self._prune()
+
+    def _write(self, path: Path, rows: list[Row], run: str) -> None:
+        with TraceWriter(path, defaults={"trace_id": f"live-{run}"}) as writer:
+            writer.write(_batch(rows))
+        path.with_suffix(".rows").unlink(missing_ok=True)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"part-{self._run}-{number:06d}.parquet"
+
+    # The other
+
+    def refresh(self) -> None:
+        """Make ``trace.parquet`` of this run's parts so far, unless that takes too long or was
+        done just now."""
+        parts = self._parts(self._run)
+        began_s = time.monotonic()
+        if began_s < self._merge_after_s or not self._few(parts):
+            return
+        with suppress(Ended):
+            merge(parts, self._folder / "trace.parquet", self.ending.is_set)
+        ended_s = time.monotonic()
+        self._merge_after_s = ended_s + (ended_s - began_s) / MERGE_TIME_SHARE
+
+    def finish(self) -> None:
+        """Make a trace of this run's parts, unless that takes too long."""
+        self.ending.clear()
+        if self._few(self._parts(self._run)):
+            self._finish(self._run)
+
+    def finish_leftovers(self) -> None:
+        """Make traces of what earlier runs left."""
+        runs = {path.stem.rpartition("-")[0] for path in self._folder.glob("part-*")}
         failed: list[str] = []
         for run in sorted(runs - {f"part-{self._run}"}):
             try:
                 self._finish(run.removeprefix("part-"))
+            except Ended:
+                return
             except (TraceError, OSError) as error:
                 failed.append(str(error))
         if failed:
             raise TraceError("; ".join(failed))
 
     def _finish(self, run: str) -> None:
-        parts = sorted(self._folder.glob(f"part-{run}-*.parquet"))
+        for journal in sorted(self._folder.glob(f"part-{run}-*.rows")):
+            part = journal.with_suffix(".parquet")
+            rows = [] if part.exists() else _noted(journal)
+            if rows:
+                self._write(part, rows, run)
+            else:
+                journal.unlink()
+        parts = self._parts(run)
         if not parts:
             return
-        path = merge(parts, self._folder / f"trace-{run}.parquet")
+        path = self._folder / f"trace-{run}.parquet"
+        merge(parts, path, self.ending.is_set)
         newest = self._folder / ".trace.tmp"
         try:
             os.link(path, newest)
@@ -444,6 +520,12 @@ class _Files:
         os.replace(newest, self._folder / "trace.parquet")
         for part in parts:
             part.unlink()
+
+    def _parts(self, run: str) -> list[Path]:
+        return sorted(self._folder.glob(f"part-{run}-*.parquet"))
+
+    def _few(self, parts: list[Path]) -> bool:
+        return sum(open_trace(part).rows for part in parts) <= self._merge_rows_most
 
     def _prune(self) -> None:
         """Delete the oldest files beyond the bound."""
@@ -458,30 +540,28 @@ class _Files:
             kept_bytes -= size
 
 
-def merge(parts: Iterable[Path], path: Path) -> Path:
+def merge(parts: Iterable[Path], path: Path, ended: Callable[[], bool] = lambda: False) -> Path:
     """Make one trace, whose first arrival is at 0, of the parts of a run.
 
     Raises:
         TraceError: there is nothing in them, or a part cannot be read.
+        Ended: ``ended`` said so; nothing was written.
     """
 
     def batches() -> Iterator[pa.RecordBatch]:
         for part in parts:
-            yield from open_trace(part).batches()
+            for batch in open_trace(part).batches():
+                if ended():
+                    raise Ended
+                yield batch
 
     return write_trace(batches(), path, resolution_s=0.0).path
 
 
-def _key(path: Path) -> bytes:
-    """Made once; without it nobody can tell whose a hash is."""
-    try:
-        key = path.read_bytes()
-    except FileNotFoundError:
-        key = secrets.token_bytes(32)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(key)
-        os.replace(scratch, path)
-    if not 16 <= len(key) <= 64:
-        raise TraceError(f"{path}: {len(key)} bytes are no key; delete it, and a new one is made")
-    return key
+def _noted(journal: Path) -> list[Row]:
+    """The rows in a journal; a kill may have torn the last."""
+    rows: list[Row] = []
+    for line in journal.read_bytes().split(b"\n"):
+        with suppress(msgspec.MsgspecError):
+            rows.append(msgspec.json.decode(line, type=Row))
+    return rows

@@ -14,7 +14,7 @@ import msgspec
 from controller.store.log import segments
 from policy.compose import build_policy, restore
 from policy.decisions import Settled
-from policy.events import Arrived, ReplicaUp
+from policy.events import Arrived
 from policy.facts import Facts, FactsState, Open
 from policy.files import code_hash
 from policy.log import LogError, read_segment
@@ -45,7 +45,6 @@ class Recovered(NamedTuple):
     """Requests that the crash took with it, in order of arrival."""
     next_request: int
     """The first id that was not used yet."""
-    next_replica: int
     segment: int
     records: int
     """Replayed."""
@@ -113,7 +112,6 @@ def _resumed(data: bytes, notes: list[str]) -> Recovered | None:
         wall_ns_of_last=header.wall_ns + max(last_ns, header.start_ns),
         open=tuple(facts.open.values()),
         next_request=facts.highest + 1,
-        next_replica=facts.highest_replica + 1,
         segment=header.segment,
         records=steps,
     )
@@ -145,8 +143,7 @@ def _afresh(data: bytes, folder: Path, fallback: Parameters | None) -> Recovered
         last_ns=last_ns,
         wall_ns_of_last=header.wall_ns + last_ns,
         open=tuple(open_.values()),
-        next_request=_highest(folder, index, Arrived, "request") + 1,
-        next_replica=_highest(folder, index, ReplicaUp, "replica") + 1,
+        next_request=_highest(folder, index) + 1,
         segment=index,
         records=0,
     )
@@ -176,16 +173,14 @@ def _facts(policy: Policy) -> Facts:
     return Facts.restored(state, 1, state.now_ns)
 
 
-def _highest(folder: Path, last: int, kind: type[Arrived | ReplicaUp], field: str) -> int:
-    """The highest id in the youngest segment that has one; -1: there is none in any."""
+def _highest(folder: Path, last: int) -> int:
+    """The highest request id in the youngest segment that has one; -1: there is none in any."""
     for index, path in reversed(segments(folder)):
         if index > last:
             continue
         try:
             records = read_segment(path.read_bytes()).records
-            ids: list[int] = [
-                getattr(one.event, field) for one in records if isinstance(one.event, kind)
-            ]
+            ids = [one.event.request for one in records if isinstance(one.event, Arrived)]
         except LogError:
             continue
         if ids:

@@ -150,7 +150,7 @@ class Client:
         call.body = body
         call.finish_reason = read.choices[0].finish_reason or "" if read.choices else ""
         call.engine = judge.engine_times(read.metrics)
-        call.network_ns = replica.network_ns
+        call.network_ns = max(replica.network_ns, replica.handling_ns)
         return _finished(driver, call, replica, usage, tokens, certainties)
 
     def _contradicts(self, call: Call, read: judge.Whole) -> bool:
@@ -214,6 +214,7 @@ class _Stream:
         call.tail = []
         # vLLM sends the headers when it has read the request, before its engine sees it.
         call.network_ns = driver.now_ns() - call.sent_ns
+        replica.handled(call.network_ns)
         while True:
             data = await content.readany()
             if not data:

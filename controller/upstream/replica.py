@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from yarl import URL
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Mapping
@@ -22,8 +24,8 @@ class Replica:
     """One server. Its numbers are kept by whoever finds them out; nothing is decided here."""
 
     __slots__ = (
-        "attempts", "id", "name", "network_ns", "session", "spec", "streams", "tokens", "up",
-        "upstream", "url",
+        "_urls", "attempts", "handling_ns", "id", "name", "network_ns", "session", "spec",
+        "streams", "tokens", "up", "upstream", "url",
     )  # fmt: skip
 
     def __init__(self, id: int, upstream: Upstream, session: aiohttp.ClientSession) -> None:
@@ -32,6 +34,8 @@ class Replica:
         self.url = upstream.url.rstrip("/")
         self.name = urlsplit(self.url).netloc
         self.session = session
+        self._urls: dict[str, URL] = {}
+        """Parsed once."""
         self.up = False
         """``ReplicaUp`` was fed, and no ``ReplicaDown`` since."""
         self.spec: ReplicaUp | None = None
@@ -40,10 +44,18 @@ class Replica:
         """Output tokens seen from it, or known by its metrics; only ever rises."""
         self.network_ns = -1
         """The usual time of an empty request to it; -1: not measured yet."""
+        self.handling_ns = -1
+        """The usual time until the headers of a stream come from it, which it sends when it has
+        read the request; -1: none came yet."""
         self.attempts: set[asyncio.Task[None]] = set()
         """Calls in flight."""
         self.streams = 0
         """How many of these are streams, whose tokens are seen as they come."""
+
+    def handled(self, ns: int) -> None:
+        """A stream's headers came after that long."""
+        usual_ns = self.handling_ns
+        self.handling_ns = ns if usual_ns < 0 else usual_ns + (ns - usual_ns) // 8
 
     @property
     def all_streams(self) -> bool:
@@ -54,9 +66,10 @@ class Replica:
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.client._RequestContextManager:
         """Send ``body``; enter what is returned to wait for the answer's headers."""
-        return self.session.post(
-            f"{self.url}{path}", data=body, headers=headers, allow_redirects=False
-        )
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(f"{self.url}{path}")
+        return self.session.post(url, data=body, headers=headers, allow_redirects=False)
 
     def get(self, path: str) -> aiohttp.client._RequestContextManager:
         # A redirect would lead to a server that nobody configured.

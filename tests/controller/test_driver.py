@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
+from controller import driver
 from controller.config import Limits
 from policy.decisions import Abort, Dispatch
 from policy.events import (
@@ -135,7 +136,9 @@ def test_a_connection_that_is_cut_before_the_answer_is_a_lost_server() -> None:
     run(test, Server(unreachable), Server())
 
 
-def test_a_call_that_takes_too_long_is_given_up() -> None:
+def test_a_call_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LOOK_S", 0.05)
+
     async def test(running: Core) -> None:
         got = await post(running.url, chat())
         assert got.status == 504

@@ -10,12 +10,12 @@ import pytest
 
 from controller.call import Call, EngineTimes
 from controller.gateway.asking import PREFIX_BLOCK_BYTES, read
-from controller.store.recorder import Recorder, merge
+from controller.store.recorder import Ended, Recorder, merge
 from policy.decisions import Settled
 from policy.facts import Open
-from policy.files import load_policy
+from policy.files import FileError, load_policy
 from tests.policy_support import MS, S, arrived, up
-from traces import TraceError, open_trace
+from traces import open_trace
 from twin.fleet import fleet_of
 from twin.replay import replay
 
@@ -71,6 +71,18 @@ def settled(number: int, outcome: Outcome = "answered", **fields: Any) -> Settle
 def recorder(folder: Path, **options: Any) -> Recorder:
     made = Recorder(folder, START_NS, on_trouble=pytest.fail, **options)
     made.fed(START_NS, up(0, name="gpu-a", version="v7"))
+    return made
+
+
+def kill(made: Recorder) -> None:
+    """What is not with the operating system is lost."""
+    made._executor.shutdown()
+    made._merger.shutdown()
+
+
+def merged(made: Recorder) -> Recorder:
+    """When it has merged what it found."""
+    made._merger.submit(lambda: None).result()
     return made
 
 
@@ -196,20 +208,88 @@ def test_what_a_crash_left_becomes_a_trace_of_its_own(tmp_path: Path) -> None:
     crashed = recorder(tmp_path, part_rows=2)
     for number in range(5):
         crashed.settled(call(number, number * S), settled(number))
-    crashed._executor.shutdown()  # two parts are there, one row is lost
+    crashed.flush(START_NS + 5 * S)  # two parts, and a row in the journal
+    crashed.settled(call(5, 5 * S), settled(5))  # killed within the second: lost
+    kill(crashed)
+    (journal,) = (tmp_path / "trace").glob("part-*.rows")
+    journal.write_bytes(journal.read_bytes() + b'[1,2,"to')
     (tmp_path / "trace" / ".part-x.tmp").touch()
     (tmp_path / "trace" / ".twinkeel-x").mkdir()
 
-    later = recorder(tmp_path)
+    later = merged(recorder(tmp_path))
     later.settled(call(9, 0), settled(9))
     later.close()
     folder = tmp_path / "trace"
     traces = sorted(folder.glob("trace-*"))
-    assert [[row["request_id"] for row in rows(path)] for path in traces] == [[0, 1, 2, 3], [9]]
+    assert [[row["request_id"] for row in rows(path)] for path in traces] == [[0, 1, 2, 3, 4], [9]]
     assert rows(folder / "trace.parquet") == rows(traces[1]), "the newest"
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         [*(path.name for path in traces), "trace.parquet"]
     )
+
+
+def test_a_journal_whose_part_is_there_adds_nothing(tmp_path: Path) -> None:
+    crashed = recorder(tmp_path, part_rows=1)
+    crashed.settled(call(0, 0), settled(0))
+    kill(crashed)
+    (part,) = (tmp_path / "trace").glob("part-*")
+    part.with_suffix(".rows").write_bytes(b"killed before it was removed\n")
+    merged(recorder(tmp_path)).close()
+    assert [row["request_id"] for row in rows(tmp_path / "trace" / "trace.parquet")] == [0]
+    assert not list((tmp_path / "trace").glob("part-*"))
+
+
+def test_the_trace_is_there_while_it_records(tmp_path: Path) -> None:
+    made = recorder(tmp_path, part_s=1.0)
+    path = tmp_path / "trace" / "trace.parquet"
+    for number in range(3):
+        made.settled(call(number, number * S), settled(number))
+        made._executor.submit(lambda: None).result()
+        made.flush(START_NS + number * S)
+        merged(made)
+        if number:
+            assert 1 <= len(rows(path)) <= number + 1
+        made._files._merge_after_s = 0.0
+    assert [row["request_id"] for row in rows(path)][:2] == [0, 1]
+    made.close()
+    assert [row["request_id"] for row in rows(path)] == [0, 1, 2]
+
+
+def test_merging_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
+    made = recorder(tmp_path, part_rows=1)
+    made.settled(call(0, 0), settled(0))
+    made._executor.submit(made._files.refresh).result()
+    first = rows(tmp_path / "trace" / "trace.parquet")
+    made.settled(call(1, S), settled(1))
+    made._executor.submit(made._files.refresh).result()
+    assert rows(tmp_path / "trace" / "trace.parquet") == first, "not again at once"
+    made.close()
+
+
+def test_what_is_being_merged_at_the_end_is_left_for_the_next(tmp_path: Path) -> None:
+    made = recorder(tmp_path, part_rows=1)
+    made.settled(call(0, 0), settled(0))
+    made._executor.submit(lambda: None).result()
+    parts = list((tmp_path / "trace").glob("part-*"))
+    with pytest.raises(Ended):
+        merge(parts, tmp_path / "whole.parquet", lambda: True)
+    assert not (tmp_path / "whole.parquet").exists()
+    made.close()
+
+
+def test_names_are_hashed_alike_before_and_after_a_crash(tmp_path: Path) -> None:
+    asked = {"user": "acme/ann", "session": "acme/s1", "chain": "c1", "tenant": "acme"}
+    event = arrived(4, user="acme/ann", session="acme/s1", chain="c1", step="plan")
+    made = Recorder(tmp_path, START_NS, [Open(event, START_NS - S)], on_trouble=pytest.fail)
+    made.lost(Settled(4, "failed", "stable", "controller_lost", 503))
+    made.settled(call(5, 0, asked=asked), settled(5))
+    made.settled(call(6, S, asked=asked | {"user": "acme/bob"}), settled(6))
+    made.close()
+    lost, same, other = rows(tmp_path / "trace" / "trace.parquet")
+    for name in ("user_id", "session_id", "chain_id"):
+        assert lost[name] == same[name], name
+    assert same["session_id"] == other["session_id"]
+    assert same["chain_id"] != other["chain_id"], "a chain belongs to its user"
 
 
 def test_what_was_open_at_the_crash_has_its_row(tmp_path: Path) -> None:
@@ -241,7 +321,7 @@ def test_hashes_hold_over_restarts_and_differ_between_folders(tmp_path: Path) ->
     key = tmp_path / "a" / "trace.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     key.write_bytes(b"short")
-    with pytest.raises(TraceError, match=r"trace\.key: 5 bytes are no key"):
+    with pytest.raises(FileError, match=r"trace\.key: 5 bytes are no key"):
         recorder(tmp_path / "a")
 
 
@@ -257,7 +337,7 @@ def test_the_last_rows_before_a_silence_are_written(tmp_path: Path) -> None:
     made.settled(call(0, 0), settled(0))
     made.flush(START_NS + 59 * S)
     made._executor.submit(lambda: None).result()
-    assert not list((tmp_path / "trace").iterdir())
+    assert [path.suffix for path in (tmp_path / "trace").iterdir()] == [".rows"]
     made.flush(START_NS + 60 * S)
     made._executor.submit(lambda: None).result()
     assert len(list((tmp_path / "trace").glob("part-*"))) == 1
@@ -296,6 +376,7 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     parts = sorted((tmp_path / "trace").glob("part-*"))
     assert 1 <= len(parts) < 12
     assert rows(parts[-1])[0]["request_id"] == 11, "more rows than may be merged stay in parts"
-    assert not (tmp_path / "trace" / "trace.parquet").exists()
-    recorder(tmp_path).close()
+    trace = tmp_path / "trace" / "trace.parquet"
+    assert not trace.exists() or rows(trace)[-1]["request_id"] < 11
+    merged(recorder(tmp_path)).close()
     assert rows(tmp_path / "trace" / "trace.parquet")[-1]["request_id"] == 11, "but not for ever"
