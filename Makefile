@@ -10,7 +10,7 @@ export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
 .PHONY: demo live-demo test test-live check oracle bench-twin bench-gateway dst scenarios \
-  scenarios-long scorecard soak format clean
+  scenarios-long scorecard soak soak-long format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
@@ -47,7 +47,10 @@ scorecard: .venv/dev
 	$(BIN)/python -m tests.bench.scorecard
 
 soak: .venv/dev
-	$(BIN)/python -m tests.bench.soak $(SOAK)
+	$(BIN)/python -m tests.bench.soak
+
+soak-long: .venv/dev
+	$(BIN)/python -m tests.bench.soak --long
 
 dst: .venv/dev
 	$(BIN)/python -m tests.dst

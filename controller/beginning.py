@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from controller.driver import Clock
 from controller.store.recovery import recover
 from policy.compose import build_policy
 from policy.events import Restored
-from policy.files import load_policy
+from policy.files import load_policy, policy_names
 from policy.parameters import canonical, from_canonical
 
 if TYPE_CHECKING:
     from controller.config import Settings
     from controller.driver import Driver
-    from controller.store.database import Database
+    from controller.store.database import Database, Deployment
     from controller.store.recovery import Recovered
     from policy.contract import Policy
     from policy.parameters import Parameters
@@ -77,14 +81,46 @@ def go_on(beginning: Beginning, driver: Driver, settings: Settings) -> None:
 
 
 async def _wanted(settings: Settings, database: Database) -> Parameters:
-    """What was deployed last, unless the start asks for another policy than the one before did."""
+    """What was deployed last, unless the start asks for another policy than the one before did.
+
+    What is asked for is a name or a file: that a preset says something else in a newer version is
+    no reason to leave what an operator has deployed since.
+    """
     given = load_policy(settings.policy)
+    if settings.observe:
+        return given
+    asked = _asked(settings.policy)
     history = await database.history(1000)
+    last = history[0] if history else None
     before = next((each for each in history if each.by == AT_START), None)
-    if before is not None and before.canonical == canonical(given):
-        return from_canonical(history[0].canonical)
-    await database.deploy(given, AT_START)
+    if last is not None and before is not None and last is not before:
+        deployed = _readable(last) if before.note == asked else None
+        if deployed is not None:
+            return deployed
+        LOGGER.warning(
+            "the policy %s, which %s put in force, is left for %s: %s",
+            last.name, last.by, given.name,
+            "this version cannot read it" if before.note == asked
+            else f"this start asks for {asked}, the one before asked for {before.note}",
+        )  # fmt: skip
+    if last is None or (last.canonical, last.note) != (canonical(given), asked):
+        await database.deploy(given, AT_START, asked)
     return given
+
+
+def _asked(policy: str) -> str:
+    """What a start asks for: a preset by its name, a file by what stands in it."""
+    if policy in policy_names():
+        return policy
+    text = Path(policy).read_bytes()
+    return f"{policy} ({sha256(text).hexdigest()[:16]})"
+
+
+def _readable(deployed: Deployment) -> Parameters | None:
+    try:
+        return from_canonical(deployed.canonical)
+    except msgspec.MsgspecError:
+        return None
 
 
 def _resumed_ns(recovered: Recovered) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-import secrets
+import os
 import signal
 import time
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ from controller.store.database import Database
 from controller.store.folder import alone_in
 from controller.store.log import LiveLog
 from controller.store.recorder import Recorder
+from controller.store.secret import kept_key
 from controller.telemetry.metrics import LogHealth, Metrics, Sink
 from controller.telemetry.spans import Spans
 from controller.telemetry.webhook import Webhook
@@ -43,10 +44,11 @@ from controller.upstream.watching import Watcher
 from policy.breakers import Breakers
 from policy.decisions import BreakerMoved
 from policy.events import ReplicaUp
+from policy.files import FileError
 from policy.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from controller.accepting import Acceptor
@@ -74,12 +76,26 @@ class Running:
         self.admin_token = admin_token
         self.url = ""
         self.admin_url = ""
+        self.shadow: Parameters | None = None
+        """With ``observe``: the policy that decides for nobody."""
+        self.cut = asyncio.Event()
+        """What is open is not waited for any more."""
         self._stop = asyncio.Event()
+        self._signals = 0
 
     def stop(self) -> None:
         """As SIGTERM does: say that it is not ready, take no more, finish what is open, end."""
         self.driver.draining = True
         self._stop.set()
+
+    def signalled(self) -> None:
+        """SIGTERM or SIGINT came; one more of them cuts off what is open."""
+        self._signals += 1
+        if self._signals == 1:
+            self.stop()
+        elif not self.cut.is_set():
+            LOGGER.warning("told again: %d open requests are cut off", self.driver.open)
+            self.cut.set()
 
     async def stopped(self) -> None:
         """Until someone stops it."""
@@ -100,29 +116,42 @@ async def serve(settings: Settings, ready: Callable[[Running], object] | None = 
         ready: called once the ports are open.
 
     Raises:
-        policy.files.FileError: the policy cannot be read.
+        policy.files.FileError: a file of the settings or of the data folder cannot be used, another
+            controller has that folder, or a port cannot be had.
         controller.store.database.DatabaseError: the database cannot be used.
-        OSError: a port or the data folder cannot be used.
+        policy.log.LogError: the decision log cannot be used.
+        OSError: the data folder cannot be used.
     """
     async with contextlib.AsyncExitStack() as stack:
         running, gateway, door = await _start(settings, stack)
         if ready is not None:
             ready(running)
         await running.stopped()
-        LOGGER.info("stopping: %d requests are open", running.driver.open)
-        await asyncio.sleep(settings.unready_s)  # so that whoever sends requests here sees it
+        LOGGER.info(
+            "stopping: %d requests are open and may take %.0f s; a second SIGINT or SIGTERM cuts"
+            " them off", running.driver.open, settings.unready_s + settings.drain_s,
+        )  # fmt: skip
+        await _unless(running.cut, settings.unready_s)  # so that whoever sends requests here sees it
         door.stop()
         gateway.closed = True
-        await _drained(running.driver, settings.drain_s)
+        await _drained(running, settings.drain_s)
 
 
-async def _drained(driver: Driver, s_most: float) -> None:
+async def _drained(running: Running, s_most: float) -> None:
     """Until all open requests have finished, or had their time."""
+    driver, cut = running.driver, running.cut
     deadline_s = time.monotonic() + s_most
-    while driver.open and time.monotonic() < deadline_s:  # noqa: ASYNC110 - it counts, it has no event
-        await asyncio.sleep(CHECK_S)
-    if driver.open:
+    while driver.open and not cut.is_set() and time.monotonic() < deadline_s:
+        await _unless(cut, CHECK_S)
+    if driver.open and not cut.is_set():
         LOGGER.warning("%d requests were still open and are cut off", driver.open)
+
+
+async def _unless(event: asyncio.Event, s: float) -> None:
+    """Sleep, unless it happens."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(s):
+            await event.wait()
 
 
 async def _start(
@@ -130,7 +159,8 @@ async def _start(
 ) -> tuple[Running, Gateway, Acceptor]:
     """Everything in its order; the stack takes it apart the other way round."""
     data = settings.data_path
-    data.mkdir(parents=True, exist_ok=True)
+    stack.callback(os.umask, os.umask(0o077))  # the log, the trace and the database are private
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)
     stack.enter_context(alone_in(data))
     token = load_token(settings)
     keys = load_keys(settings.keys) if settings.keys else None
@@ -139,34 +169,40 @@ async def _start(
     beginning = await begin(settings, database)
     driver, ears = await _driver(settings, beginning, database, stack)
     running = Running(settings, driver, token)
+    if settings.observe:
+        running.shadow = beginning.wanted
     await _tell_breakers(beginning, database, ears)
     go_on(beginning, driver, settings)
 
     answers = Answers()
-    _servers(settings, driver, database, answers, stack)
+    look = _servers(settings, driver, database, answers, stack)
     text = (resources.files("controller.gateway") / "openapi.yaml").read_text(encoding="utf-8")
     openapi = msgspec.json.encode(yaml.safe_load(text))
     gateway = Gateway(
-        driver, _secret(data), answers, database, keys, ears.metrics.rejected, openapi
+        driver, kept_key(data / "fingerprint.key"), answers, database, keys, ears.metrics.rejected, openapi
     )
     gateway.start()
     stack.push_async_callback(gateway.close)
     options = http.public_options(settings.limits)
-    runner, door = await http.listen(gateway.handle, settings.host, settings.port, **options)
+    with _naming("port", settings.host, settings.port):
+        runner, door = await http.listen(gateway.handle, settings.host, settings.port, **options)
     stack.push_async_callback(runner.cleanup)
     stack.callback(door.stop)
     gateway.guard(runner)
     running.url = f"http://{settings.host}:{door.port}"
     sources = Sources(
         settings, driver, ears.stats, token, ears.metrics.render, database, running.why_not_ready,
-        running.stop, ears.reader.waiting, ears.observed,
+        running.stop, ears.reader.waiting, ears.observed, running.shadow,
     )  # fmt: skip
-    admin, admin_door = await http.listen_app(
-        make_app(sources), settings.admin_host, settings.admin_port
-    )
+    with _naming("admin-port", settings.admin_host, settings.admin_port):
+        admin, admin_door = await http.listen_app(
+            make_app(sources), settings.admin_host, settings.admin_port
+        )
     stack.push_async_callback(admin.cleanup)
     stack.callback(admin_door.stop)
     running.admin_url = f"http://{settings.admin_host}:{admin_door.port}"
+    _tell_address(data / "admin.url", running.admin_url, stack)
+    look()
     _handle_signals(running, stack)
     _collect_rarely()
     return running, gateway, door
@@ -215,7 +251,10 @@ async def _driver(
 
     def sinks() -> Mapping[str, Sink]:
         kept = {} if recorder is None else {"trace": Sink(recorder.rows, 0, recorder.dropped_rows)}
-        return {"spans": spans.counts(), "webhook": webhook.counts(), **kept}
+        breakers = Sink(database.moves, 0, database.left_out)
+        return {
+            "spans": spans.counts(), "webhook": webhook.counts(), "breakers": breakers, **kept,
+        }  # fmt: skip
 
     def health() -> LogHealth:
         return LogHealth(log.waiting_bytes, log.dropped_bytes, log.segment)
@@ -269,7 +308,8 @@ def _recorder(
 
 
 class _Kept(Listener):
-    """Keeps breakers' last moves where people, and a start without a log, find them."""
+    """Keeps breakers' last moves where people find them, and a restart the kind of each that is
+    still open. Their state itself is the policy's: it comes back from the decision log."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -305,8 +345,8 @@ def _servers(
     database: Database,
     answers: Answers,
     stack: contextlib.AsyncExitStack,
-) -> None:
-    """Begin to look for the servers, and to do what the policy asks for."""
+) -> Callable[[], None]:
+    """Do what the policy asks for; what is returned begins to look for the servers."""
     watcher = Watcher(driver, settings.probe_s)
     scraper = Scraper(driver, settings.scrape_s, watcher.paged)
     errands = Errands(
@@ -316,10 +356,14 @@ def _servers(
     driver.start(errands, watcher.suspect)
     if settings.features.confidence:
         driver.listen(_Warming(driver, errands))
-    watcher.start()
     stack.push_async_callback(watcher.close)
-    scraper.start()
     stack.push_async_callback(scraper.close)
+
+    def look() -> None:
+        watcher.start()
+        scraper.start()
+
+    return look
 
 
 class _Warming(Listener):
@@ -337,20 +381,29 @@ class _Warming(Listener):
 # ---- the process ----
 
 
-def _secret(data: Path) -> bytes:
-    """Key of the prompt fingerprints: kept, so that they stay comparable over restarts."""
-    path = data / "fingerprint.key"
-    if not path.exists():
-        path.touch(0o600)
-        path.write_bytes(secrets.token_bytes(32))
-    return path.read_bytes()
+@contextlib.contextmanager
+def _naming(option: str, host: str, port: int) -> Iterator[None]:
+    """Let an address that cannot be had be told with the option that says it."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(
+            f"--{option} {port}", f"cannot listen on {host}: {os.strerror(error.errno or 0)}",
+            hint=f"--{option} 0 takes any free one",
+        ) from error  # fmt: skip
+
+
+def _tell_address(path: Path, url: str, stack: contextlib.AsyncExitStack) -> None:
+    """For ``twinkeel status --data``."""
+    path.write_text(f"{url}\n", encoding="utf-8")
+    stack.callback(path.unlink, missing_ok=True)
 
 
 def _handle_signals(running: Running, stack: contextlib.AsyncExitStack) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread
-            loop.add_signal_handler(number, running.stop)
+            loop.add_signal_handler(number, running.signalled)
             stack.callback(loop.remove_signal_handler, number)
 
 

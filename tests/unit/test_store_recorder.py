@@ -209,7 +209,6 @@ def test_what_a_crash_left_becomes_a_trace_of_its_own(tmp_path: Path) -> None:
     for number in range(5):
         crashed.settled(call(number, number * S), settled(number))
     crashed.flush(START_NS + 5 * S)  # two parts, and a row in the journal
-    crashed.settled(call(5, 5 * S), settled(5))  # killed within the second: lost
     kill(crashed)
     (journal,) = (tmp_path / "trace").glob("part-*.rows")
     journal.write_bytes(journal.read_bytes() + b'[1,2,"to')
