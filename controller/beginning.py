@@ -94,13 +94,14 @@ async def _wanted(settings: Settings, database: Database) -> Parameters:
     last = history[0] if history else None
     before = next((each for each in history if each.by == AT_START), None)
     if last is not None and before is not None and last is not before:
-        deployed = _readable(last) if before.note == asked else None
+        again = asked == before.note or (not before.note and before.canonical == canonical(given))
+        deployed = _readable(last) if again else None
         if deployed is not None:
             return deployed
         LOGGER.warning(
             "the policy %s, which %s put in force, is left for %s: %s",
             last.name, last.by, given.name,
-            "this version cannot read it" if before.note == asked
+            "this version cannot read it" if again
             else f"this start asks for {asked}, the one before asked for {before.note}",
         )  # fmt: skip
     if last is None or (last.canonical, last.note) != (canonical(given), asked):
@@ -112,8 +113,8 @@ def _asked(policy: str) -> str:
     """What a start asks for: a preset by its name, a file by what stands in it."""
     if policy in policy_names():
         return policy
-    text = Path(policy).read_bytes()
-    return f"{policy} ({sha256(text).hexdigest()[:16]})"
+    path = Path(policy)
+    return f"{path.name} ({sha256(path.read_bytes()).hexdigest()[:16]})"
 
 
 def _readable(deployed: Deployment) -> Parameters | None:

@@ -13,6 +13,7 @@ cancellation, which is neutral everywhere. The same goes for a retry: its answer
 from __future__ import annotations
 
 from collections import Counter, deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -119,7 +120,6 @@ class Shadow(Listener):
         **log: Any,
     ) -> None:
         self.policy = build_policy(parameters)
-        self.errors = 0
         self.off = ""
         """Why it is switched off; empty: it is not."""
         self.refused = 0
@@ -161,10 +161,6 @@ class Shadow(Listener):
     def flush(self) -> None:
         """Write its log; to be called as often as for the live one."""
         self._safely(self._log.flush)
-
-    def deadline_ns(self) -> int | None:
-        """When it wants to be ticked next; ``schedule`` was told."""
-        return None if self.off else self.policy.deadline_ns()
 
     def close(self) -> None:
         if not self.off:
@@ -324,14 +320,11 @@ class Shadow(Listener):
         self._schedule(at_ns, self.tick)
 
     def _switch_off(self, error: Exception) -> None:
-        self.errors += 1
         self.off = f"{type(error).__name__}: {error}"
         self._open.clear()
-        try:
+        with suppress(Exception):  # nothing is left that could be done
             self._on_trouble(f"the shadow policy is switched off, serving goes on: {self.off}")
             self._log.close()
-        except Exception:  # nothing is left that could be done
-            self.errors += 1
 
 
 def _quantile_ns(ordered_ns: list[int], percent: int) -> int:

@@ -388,9 +388,13 @@ def _naming(option: str, host: str, port: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise FileError(
-            f"--{option} {port}", f"cannot listen on {host}: {os.strerror(error.errno or 0)}",
+            f"--{option} {port}", f"cannot listen on {host}: {_told(error)}",
             hint=f"--{option} 0 takes any free one",
         ) from error  # fmt: skip
+
+
+def _told(error: OSError) -> str:
+    return (error.strerror or str(error)).partition(" (")[0]
 
 
 def _tell_address(path: Path, url: str, stack: contextlib.AsyncExitStack) -> None:

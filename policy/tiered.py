@@ -301,8 +301,9 @@ class Tiered:
         job = self.jobs[opened.event.request]
         if kind in STRIKES:
             job.strikes += 1
-        if kind in LOST and not (opened.tried or opened.event.deadline_ns or opened.due_ns):
-            grace_ns = self._parameters.retries.lost_grace_ms * NS_PER_MS
+        own = opened.event.deadline_ns or opened.due_ns  # its caller's word, or its chain's
+        if kind != "backpressure" and not (opened.tried or own):
+            grace_ns = self._parameters.retries.grace_ms * NS_PER_MS
             job.due_ns = max(job.due_ns, now_ns + grace_ns)
         if not self._may_retry(now_ns, opened, job, kind):
             return None

@@ -38,7 +38,7 @@ OPEN_PATHS = frozenset({"/live", "/ready"})
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 _SEGMENT = re.compile(r"decisions\.[0-9]{1,12}\.log")
-_LOGGER = logging.getLogger("controller.admin")
+LOGGER = logging.getLogger("twinkeel")
 
 
 class History(Protocol):
@@ -78,6 +78,8 @@ class Sources:
     """Requests in the policy's queue by tier; under ``held`` those that a limit holds back."""
     observed: Callable[[], Mapping[str, int] | None] = _not_observing
     """With ``--observe``: what the policy would have done, by what and how often."""
+    shadow: Parameters | None = None
+    """With ``--observe``: the policy that would have."""
 
 
 def make_app(sources: Sources) -> web.Application:
@@ -143,7 +145,7 @@ class _Admin:
         return _json(
             status_of(
                 sources.settings, driver, sources.stats, state, sources.waiting(),
-                sources.observed(),
+                sources.observed(), sources.shadow,
             )
         )  # fmt: skip
 
@@ -154,7 +156,14 @@ class _Admin:
             "Content-Type": "application/yaml; charset=utf-8",
             "ETag": f'"{policy_hash(parameters)}"',
         }
-        return web.Response(body=render(parameters).encode(), headers=headers)
+        text = render(parameters)
+        shadow = self._sources.shadow
+        if shadow is not None:
+            text = (
+                f"# Observing: this passes everything on. In shadow decides {shadow.name}"
+                f" ({shadow.discipline}, {policy_hash(shadow)}).\n{text}"
+            )
+        return web.Response(body=text.encode(), headers=headers)
 
     async def put_policy(self, request: web.Request) -> web.StreamResponse:
         """Another policy file takes over: what is in flight keeps its terms, what waits is judged
@@ -178,6 +187,13 @@ class _Admin:
         if expected and expected.strip('"') not in ("*", old_hash):
             return _error(
                 412, "changed_meanwhile", f"the policy in force is {old_hash}, not {expected}"
+            )
+        if self._sources.settings.observe:
+            return _error(
+                409,
+                "observing",
+                f"this controller only observes, so {parameters.name} cannot be put in force:"
+                " start it without --observe",
             )
         if parameters.discipline != old.discipline:
             return _error(
@@ -296,7 +312,7 @@ async def _answers(request: web.Request, handler: Handler) -> web.StreamResponse
     except asyncio.CancelledError:
         raise
     except Exception:
-        _LOGGER.exception("the admin API failed on %s %s", request.method, request.path)
+        LOGGER.exception("the admin API failed on %s %s", request.method, request.path)
         answer = _error(500, "internal", "a fault of the controller: its log has more")
     answer.headers.update(HEADERS)
     return answer

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ALERTS_SHOWN = 10
 BREAKERS_SHOWN = 20
+QUEUE_MS = {"queue_ms_p50": "time in queue, p50", "queue_ms_p95": "time in queue, p95"}
 _GOOD, _BAD = "green", "red"
 
 
@@ -25,9 +26,12 @@ def tables(status: Status) -> Iterator[RenderableType]:
     """Everything an operator looks at first, the most important first."""
     policy = status.policy
     mode = ", observing only" if status.observe else ""
+    shadow = status.shadow
     yield Text(
         f"{status.state}{mode}; policy {policy.name} ({policy.discipline}, {policy.hash[:12]});"
-        f" up {_span(status.uptime_s)}; {status.open_requests} open,"
+        + ("" if shadow is None else f" in shadow {shadow.name} ({shadow.discipline},"
+           f" {shadow.hash[:12]});")
+        + f" up {_span(status.uptime_s)}; {status.open_requests} open,"
         f" {status.settled_requests} settled, {status.lost_requests} lost in a crash before"
     )
     if status.refused_events:
@@ -115,9 +119,14 @@ def _alerts(status: Status) -> Iterator[RenderableType]:
 
 
 def _observed(observed: dict[str, int]) -> Table:
-    table = _table("what the policy would have done", "what", "requests")
-    for what, count in sorted(observed.items()):
-        table.add_row(what, str(count))
+    table = _table("what the policy in shadow would have done", "what", "requests", "ms")
+    for what, value in observed.items():
+        if what in QUEUE_MS:
+            table.add_row(QUEUE_MS[what], "", str(value))
+        elif what != "off":
+            table.add_row(what.replace("_", " "), str(value), "")
+        elif value:
+            table.add_row(Text("it is switched off: see the alerts", _BAD), "", "")
     return table
 
 

@@ -42,7 +42,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
     url: str
     up: bool
     rotation: str
-    """in, ejected, probing, draining or isolated."""
+    """in, ejected, probing, draining or isolated; out: it is down, or was never seen."""
     rotation_why: str
     in_flight: int
     """Calls of ours."""
@@ -123,6 +123,7 @@ class Status(msgspec.Struct, frozen=True):
     observe: bool
     uptime_s: float
     policy: PolicyView
+    """In force."""
     open_requests: int
     settled_requests: int
     lost_requests: int
@@ -139,6 +140,8 @@ class Status(msgspec.Struct, frozen=True):
     """Replicas that each pool should have."""
     observed: dict[str, int] | None = None
     """With ``--observe``: what the policy would have done, by what and how often."""
+    shadow: PolicyView | None = None
+    """With ``--observe``: the policy that would have."""
 
 
 def policy_hash(parameters: Parameters) -> str:
@@ -153,6 +156,7 @@ def status_of(
     state: str,
     waiting: Mapping[str, int],
     observed: Mapping[str, int] | None,
+    shadow: Parameters | None = None,
 ) -> Status:
     """The present state. Costs about a millisecond for each 1000 open requests."""
     parameters = driver.parameters
@@ -162,7 +166,7 @@ def status_of(
         state=state,
         observe=settings.observe,
         uptime_s=round(time.time() - stats.started_s, 3),
-        policy=PolicyView(parameters.name, parameters.discipline, policy_hash(parameters)),
+        policy=_policy(parameters),
         open_requests=len(driver.calls),
         settled_requests=sum(stats.outcomes.values()) - stats.lost_calls,
         lost_requests=stats.lost_calls,
@@ -180,7 +184,12 @@ def status_of(
         alerts=alerts_of(stats.alerts),
         scaling={pool: scaled.replicas for pool, scaled in sorted(stats.scaled.items())},
         observed=None if observed is None else dict(observed),
+        shadow=None if shadow is None else _policy(shadow),
     )
+
+
+def _policy(parameters: Parameters) -> PolicyView:
+    return PolicyView(parameters.name, parameters.discipline, policy_hash(parameters))
 
 
 def alerts_of(heard: Sequence[Heard]) -> tuple[AlertView, ...]:
@@ -195,13 +204,16 @@ def _replica(replica: Replica, stats: Stats, now_ns: int) -> ReplicaView:
     rotated = stats.rotation.get(replica.id)
     scraped = stats.scraped.get(replica.id)
     spec = replica.spec
+    rotation, why = ("in", "") if rotated is None else (rotated[0].state, rotated[0].why)
+    if not replica.up:
+        rotation, why = "out", "never seen" if spec is None else "down"
     return ReplicaView(
         id=replica.id,
         name=replica.name,
         url=replica.url,
         up=replica.up,
-        rotation="in" if rotated is None else rotated[0].state,
-        rotation_why="" if rotated is None else rotated[0].why,
+        rotation=rotation,
+        rotation_why=why,
         in_flight=len(replica.attempts),
         running=-1 if scraped is None else scraped[0].running,
         waiting=-1 if scraped is None else scraped[0].waiting,

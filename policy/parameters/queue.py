@@ -262,14 +262,14 @@ class Retries(Section, frozen=True, forbid_unknown_fields=True):
     budget_least: Annotated[
         int, Meta(ge=0, le=1000, description="Retries always allowed at once, on a quiet system.")
     ] = 3
-    lost_grace_ms: Annotated[
+    grace_ms: Annotated[
         int,
         Meta(
             ge=0,
             le=3_600_000,
-            description="ms that a request whose replica was lost or fell silent still has from"
-            " then on, where its deadline is its class's and not its caller's own: silence is"
-            " noticed about when a P0's time is over, and late is better than lost.",
+            description="ms that a request which a replica failed still has from then on, where"
+            " its deadline is its class's and not its caller's own: silence is noticed about when"
+            " a P0's time is over, and late is better than lost.",
         ),
     ] = 1500
 

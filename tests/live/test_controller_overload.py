@@ -2,7 +2,9 @@
 
 The machine is shared and its speed changes from second to second, so vLLM is flooded directly and
 through the controller in turns, and each turn through the controller is compared with the flooded
-ones before and after it. Throughput is vLLM's own count of generated tokens.
+ones before and after it. Throughput is vLLM's own count of generated tokens, by the processor time
+that its engine got: what others on the machine took of it is nobody's doing here. A step with fewer
+requests makes fewer tokens of that time, and an engine that runs dry is seen by its free seats.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class Window:
     """What vLLM did in one turn."""
 
     tokens_per_s: float = 0.0
+    tokens_per_cpu_s: float = 0.0
+    """By the processor time that its engine got."""
     finished_per_s: float = 0.0
     waiting: list[float] = field(default_factory=list)
     running: list[float] = field(default_factory=list)
@@ -91,18 +95,21 @@ async def _watch(server: Vllm, settles_s: float) -> Window:
     await asyncio.sleep(settles_s)
     window = Window()
     before, began_s = await asyncio.to_thread(server.samples), time.monotonic()
+    cpu_s = server.engine_cpu_s()
     while time.monotonic() < began_s + WINDOW_S:
         await asyncio.sleep(SAMPLE_S)
         samples = await asyncio.to_thread(server.samples)
         window.waiting.append(samples["vllm:num_requests_waiting"])
         window.running.append(samples["vllm:num_requests_running"])
     span_s = time.monotonic() - began_s
+    cpu_s = server.engine_cpu_s() - cpu_s
     for name, metric in (
         ("tokens_per_s", "generation_tokens"),
         ("finished_per_s", "request_success"),
     ):
         rate = (samples[f"vllm:{metric}_total"] - before[f"vllm:{metric}_total"]) / span_s
         setattr(window, name, rate)
+    window.tokens_per_cpu_s = window.tokens_per_s * span_s / cpu_s
     return window
 
 
@@ -176,28 +183,27 @@ def test_twice_the_load(
     controller.stop()
     for name, windows in (("flooded", flooded), ("controlled", controlled)):
         print(
-            name,
-            "running",
-            [round(window.running_mean, 1) for window in windows],
-            "tokens/s",
-            [round(window.tokens_per_s) for window in windows],
-        )
+            name, "running", [round(window.running_mean, 1) for window in windows],
+            "tokens/s", [round(window.tokens_per_s) for window in windows],
+            "by CPU", [round(window.tokens_per_cpu_s) for window in windows],
+        )  # fmt: skip
     waiting = [each for window in controlled for each in window.waiting]
     waiting_p95 = float(np.percentile(waiting, 95))
     shares = [
-        100 * 2 * here.tokens_per_s / (before.tokens_per_s + after.tokens_per_s)
+        100 * 2 * here.tokens_per_cpu_s / (before.tokens_per_cpu_s + after.tokens_per_cpu_s)
         for here, before, after in zip(controlled, flooded, flooded[1:], strict=False)
     ]
     share = median(shares)
     told = ", ".join(f"{each:.0f}" for each in sorted(shares))
+    speeds = [median(each.tokens_per_s for each in windows) for windows in (controlled, flooded)]
     ledger.add(
         "overload_vllm_waiting_p95", waiting_p95, "requests", "<= 1",
         f"in vLLM's own queue at twice the load, {len(waiting)} samples",
     )  # fmt: skip
     ledger.add(
         "overload_throughput_pct", share, "%", ">= 97",
-        f"of vLLM flooded directly, median of {TURNS} turns: {told} %; flooded, it makes"
-        f" {median(window.tokens_per_s for window in flooded):.0f} tokens/s",
+        "tokens by the engine's processor time, of the same vLLM flooded directly, median of"
+        f" {TURNS} turns: {told} %; {speeds[0]:.0f} and {speeds[1]:.0f} tokens/s, median",
     )  # fmt: skip
 
     seats = 100 * mean(each.running_mean for each in controlled)
@@ -224,4 +230,5 @@ def test_twice_the_load(
     for sla in CLASSES:
         assert len(waits[sla]) >= 0.05 * offered.count(sla), "no class starves"
     assert waiting_p95 <= 1
+    assert seats >= 97
     assert share >= 97

@@ -431,11 +431,14 @@ def test_what_an_ejected_replica_held_is_outside_the_budget() -> None:
     assert [request in checked.in_flight for request in held] == [False, True, True]
 
 
-def test_what_a_lost_replica_held_may_be_a_little_late() -> None:
+def test_what_a_replica_failed_may_be_a_little_late() -> None:
     for grace_ms, moved in ((1500, True), (0, False)):
-        checked = tiered(2, retries={"lost_grace_ms": grace_ms})
+        checked = tiered(2, retries={"grace_ms": grace_ms})
         request = checked.arrive(sla="P0")
         checked.fail(request, "silent", 1600 * MS)  # past its class's deadline to first token
+        assert (request in checked.in_flight) is moved
+        request = checked.arrive(sla="P0")
+        checked.fail(request, "empty", 1600 * MS)
         assert (request in checked.in_flight) is moved
     checked = tiered(2)
     request = checked.arrive(sla="P0", deadline_ns=1500 * MS)  # its caller's own word
