@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "TWINKEEL_ADMIN_TOKEN"
 PARTS_OF_UPSTREAM = tuple(name for name in Upstream.__struct_fields__ if name != "url")
-CHECK_TIMEOUT_S = 3.0
+CHECK_TIMEOUT_S = 5.0
+LOG_LEVELS = ("debug", "info", "warning", "error")
 WATCH_S = 2.0
+ADMIN_URL = "http://127.0.0.1:8081"
 WIDTH = 120
 """Columns where no terminal says how many it has."""
 
@@ -159,6 +162,10 @@ def _check_whole(settings: Settings, where: str) -> None:
     for key in ("otlp", "webhook"):
         if getattr(settings, key):
             _check_url(getattr(settings, key), where, key, path=True)
+    if settings.admin_token:
+        from controller.admin.token import checked
+
+        checked(settings.admin_token, where, "admin_token")
     if settings.port and (settings.host, settings.port) == (
         settings.admin_host,
         settings.admin_port,
@@ -182,8 +189,8 @@ def _check_url(url: str, where: str, key: str, path: bool) -> None:
         raise FileError(where, f"{url!r} is no URL: {error}", key=key, value=url) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise FileError(
-            where, f"{url!r} is no URL of a server", key=key, value=url,
-            hint="such as http://10.0.0.7:8000",
+            where, f"{url!r} is no URL", key=key, value=url,
+            hint=f"such as http://10.0.0.7:8000{'/some/path' if path else ''}",
         )  # fmt: skip
     if parts.username is not None or parts.password is not None:
         raise FileError(where, "a URL with a password in it is not taken", key=key)
@@ -216,17 +223,12 @@ def _limits(texts: tuple[str, ...]) -> dict[str, object]:
 
 def _token_of(file: Path | None) -> str:
     """The admin token from a file, else from the environment; empty: neither is given."""
-    from controller.admin.token import checked
+    from controller.admin.token import checked, read_token
 
-    try:
-        if file is not None:
-            return checked(file.read_text(encoding="utf-8").strip(), str(file))
-        given = os.environ.get(TOKEN_VARIABLE, "")
-        return checked(given, TOKEN_VARIABLE) if given else ""
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{file}: is no text") from error
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+    if file is not None:
+        return read_token(file.read_bytes(), file)
+    given = os.environ.get(TOKEN_VARIABLE, "")
+    return checked(given, TOKEN_VARIABLE) if given else ""
 
 
 def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
@@ -292,7 +294,14 @@ def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]
 @click.option("--probe-s", type=float, default=None, help="Between two looks at a server.")
 @click.option("--drain-s", type=float, default=None, help="Open requests may take, at the end.")
 @click.option("--unready-s", type=float, default=None, help="/ready says no before the end begins.")
-@click.option("--check", is_flag=True, help="Check everything, say what is wrong, and end.")
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True,
+    help="What is told on stderr.",
+)  # fmt: skip
+@click.option(
+    "--check", is_flag=True,
+    help="Check everything, ask each server what it is, say what is wrong, and end.",
+)  # fmt: skip
 def serve(
     policy: str | None,
     gpu_policy: str | None,
@@ -304,6 +313,7 @@ def serve(
     no_record: bool,
     limits: tuple[str, ...],
     upstreams: tuple[str, ...],
+    log_level: str,
     check: bool,
     **plain: Any,
 ) -> None:
@@ -334,6 +344,7 @@ def serve(
         options["limits"] = _limits(limits)
         settings = make_settings(config, options)
         _check_files(settings)
+        logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
         if check:
             _report_check(settings)
             return
@@ -363,24 +374,44 @@ def _report_check(settings: Settings) -> None:
         from controller.gateway.keys import read_entries
 
         click.echo(f"keys     {len(read_entries(Path(settings.keys)))} in {settings.keys}: valid")
-    for upstream in settings.upstreams:
-        click.echo(f"upstream {upstream.url}: {_reached(upstream.url)}")
+    unfit = _report_servers(settings)
+    if unfit:
+        raise BadInput(f"{', '.join(unfit)}: cannot be used as it is, see above")
     click.echo("the settings are valid")
 
 
-def _reached(url: str) -> str:
-    """Whether a server answers; that it does not is no fault of the settings."""
-    import urllib.error
-    import urllib.request
+def _report_servers(settings: Settings) -> list[str]:
+    """Say what each server is, as it says itself; which cannot be used. That one does not answer
+    is no fault of the settings."""
+    import asyncio
 
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=CHECK_TIMEOUT_S):
-            return "reachable"
-    except urllib.error.HTTPError as error:
-        with error:
-            return f"answers /health with {error.code}"
-    except (OSError, ValueError) as error:
-        return f"not reachable now ({getattr(error, 'reason', error)})"
+    from aiohttp import ClientError
+
+    from controller import http
+    from controller.upstream.discovery import DiscoveryError, describe
+    from controller.upstream.replica import Replica
+
+    unfit: list[str] = []
+
+    async def ask() -> None:
+        async with http.session() as session:
+            for number, upstream in enumerate(settings.upstreams):
+                try:
+                    async with asyncio.timeout(CHECK_TIMEOUT_S):
+                        up = await describe(Replica(number, upstream, session), upstream)
+                    said = (
+                        f"serves {', '.join(up.models)}, version {up.version}, {up.kv_blocks} KV"
+                        f" blocks of {up.block_tokens} tokens, {up.max_num_seqs} sequences"
+                    )
+                except DiscoveryError as error:
+                    unfit.append(upstream.url)
+                    said = str(error)
+                except (ClientError, OSError, TimeoutError) as error:
+                    said = f"does not answer now ({error or type(error).__name__})"
+                click.echo(f"upstream {upstream.url}: {said}")
+
+    asyncio.run(ask())
+    return unfit
 
 
 def _serve(settings: Settings) -> None:
@@ -418,8 +449,9 @@ def _announce(settings: Settings, running: Running) -> None:
     servers = "1 server" if count == 1 else f"{count} servers"
     click.echo(f"twinkeel serving {running.url}")
     click.echo(f"  policy {parameters.name} ({parameters.discipline}), {servers}")
-    if settings.observe:
-        click.echo("  observing only: everything is passed on as it comes")
+    if running.shadow is not None:
+        shadow = f"{running.shadow.name} ({running.shadow.discipline})"
+        click.echo(f"  observing only: everything is passed on as it comes, {shadow} in shadow")
     token = "as given" if settings.admin_token else f"in {token_path(settings)}"
     click.echo(f"  admin API {running.admin_url}, its token {token}")
     click.echo(f"  data in {settings.data_path}")
@@ -434,21 +466,28 @@ def _announce(settings: Settings, running: Running) -> None:
 
 @click.command("status")
 @click.option(
-    "--admin", default="http://127.0.0.1:8081", show_default=True, metavar="URL",
-    help="The controller's admin API.",
+    "--data", type=click.Path(path_type=Path), default=Path(Settings(upstreams=()).data),
+    show_default=True, metavar="FOLDER", help="The controller's data folder, if it is here.",
+)  # fmt: skip
+@click.option(
+    "--admin", default=None, metavar="URL",
+    help=f"The controller's admin API.  [default: as the data folder says, else {ADMIN_URL}]",
 )  # fmt: skip
 @click.option(
     "--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
-    help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else"
-    " build/controller/admin.token.",
+    help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else admin.token in the"
+    " data folder.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
 @click.option("--watch", is_flag=True, help="Again every 2 s, until interrupted.")
-def status(admin: str, token_file: Path | None, as_json: bool, watch: bool) -> None:
+def status(
+    data: Path, admin: str | None, token_file: Path | None, as_json: bool, watch: bool
+) -> None:
     """Show what a running controller does: replicas, tiers, breakers, hops, outcomes, alerts."""
     with plain_errors():
+        admin = admin or _admin_url(data)
         _check_url(admin, "--admin", "URL", path=False)
-        token = _token_for(token_file)
+        token = _token_for(token_file, data)
         while True:
             body = fetch(admin, "/status", token)
             if as_json:
@@ -475,15 +514,27 @@ def show(current: Status) -> None:
         console.print(table)
 
 
-def _token_for(file: Path | None) -> str:
+def _admin_url(data: Path) -> str:
+    """Where a controller with this data folder listens, or usually does."""
+    from controller.admin.token import ADDRESS_FILE
+
+    try:
+        return (data / ADDRESS_FILE).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ADMIN_URL
+
+
+def _token_for(file: Path | None, data: Path) -> str:
+    from controller.admin.token import FILE
+
     given = _token_of(file)
     if given:
         return given
-    path = Path(Settings(upstreams=()).data) / "admin.token"
+    path = data / FILE
     if not path.is_file():
         raise BadInput(
-            f"no admin token: {path} is not here, and neither --token-file nor {TOKEN_VARIABLE} is"
-            " given"
+            f"no admin token: {path} is not here (--data names the controller's data folder), and"
+            f" neither --token-file nor {TOKEN_VARIABLE} is given"
         )
     return _token_of(path)
 
@@ -508,7 +559,8 @@ def fetch(admin: str, path: str, token: str) -> bytes:
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise BadInput(
-            f"{url}: no controller answers there ({reason}): give its admin API with --admin"
+            f"{url}: no controller answers there ({reason}): give its data folder with --data, or"
+            " its admin API with --admin"
         ) from None
 
 

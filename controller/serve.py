@@ -20,6 +20,7 @@ import yaml
 from controller import http
 from controller.admin import Sources, Stats, load_token, make_app
 from controller.admin.status import policy_hash
+from controller.admin.token import ADDRESS_FILE
 from controller.beginning import begin, go_on
 from controller.driver import FLUSH_S, Driver
 from controller.errands import Errands
@@ -131,7 +132,8 @@ async def serve(settings: Settings, ready: Callable[[Running], object] | None = 
             "stopping: %d requests are open and may take %.0f s; a second SIGINT or SIGTERM cuts"
             " them off", running.driver.open, settings.unready_s + settings.drain_s,
         )  # fmt: skip
-        await _unless(running.cut, settings.unready_s)  # so that whoever sends requests here sees it
+        # Whoever sends requests here sees that it is not ready meanwhile.
+        await _unless(running.cut, settings.unready_s)
         door.stop()
         gateway.closed = True
         await _drained(running, settings.drain_s)
@@ -178,9 +180,8 @@ async def _start(
     look = _servers(settings, driver, database, answers, stack)
     text = (resources.files("controller.gateway") / "openapi.yaml").read_text(encoding="utf-8")
     openapi = msgspec.json.encode(yaml.safe_load(text))
-    gateway = Gateway(
-        driver, kept_key(data / "fingerprint.key"), answers, database, keys, ears.metrics.rejected, openapi
-    )
+    secret = kept_key(data / "fingerprint.key")
+    gateway = Gateway(driver, secret, answers, database, keys, ears.metrics.rejected, openapi)
     gateway.start()
     stack.push_async_callback(gateway.close)
     options = http.public_options(settings.limits)
@@ -201,7 +202,7 @@ async def _start(
     stack.push_async_callback(admin.cleanup)
     stack.callback(admin_door.stop)
     running.admin_url = f"http://{settings.admin_host}:{admin_door.port}"
-    _tell_address(data / "admin.url", running.admin_url, stack)
+    _tell_address(data / ADDRESS_FILE, running.admin_url, stack)
     look()
     _handle_signals(running, stack)
     _collect_rarely()

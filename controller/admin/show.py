@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from controller.admin.status import ReplicaView, Status, TierView
+    from controller.admin.status import PolicyView, ReplicaView, Status, TierView
 
 ALERTS_SHOWN = 10
 BREAKERS_SHOWN = 20
@@ -24,14 +24,11 @@ _GOOD, _BAD = "green", "red"
 
 def tables(status: Status) -> Iterator[RenderableType]:
     """Everything an operator looks at first, the most important first."""
-    policy = status.policy
     mode = ", observing only" if status.observe else ""
-    shadow = status.shadow
+    shadow = "" if status.shadow is None else f" in shadow {_policy(status.shadow)};"
     yield Text(
-        f"{status.state}{mode}; policy {policy.name} ({policy.discipline}, {policy.hash[:12]});"
-        + ("" if shadow is None else f" in shadow {shadow.name} ({shadow.discipline},"
-           f" {shadow.hash[:12]});")
-        + f" up {_span(status.uptime_s)}; {status.open_requests} open,"
+        f"{status.state}{mode}; policy {_policy(status.policy)};{shadow}"
+        f" up {_span(status.uptime_s)}; {status.open_requests} open,"
         f" {status.settled_requests} settled, {status.lost_requests} lost in a crash before"
     )
     if status.refused_events:
@@ -135,6 +132,10 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _policy(view: PolicyView) -> str:
+    return f"{view.name} ({view.discipline}, {view.hash[:12]})"
 
 
 def _rotation(row: ReplicaView) -> Text:

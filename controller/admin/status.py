@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from controller.telemetry import timing
+from controller.telemetry.timing import NS_PER_MS
 from policy.parameters import Parameters, canonical
 
 if TYPE_CHECKING:
@@ -19,11 +21,10 @@ if TYPE_CHECKING:
     from controller.driver import Driver
     from controller.upstream.replica import Replica
 
-HOPS = ("gateway", "queue", "schedule", "prefill", "decode", "network", "rest", "total")
+HOPS = (*timing.HOPS, "rest", "total")
 TIERS = ("turbo", "lent", "stable", "batch", "fallback", "held")
 HELD = "held"
 """What a limit holds back has no tier yet."""
-NS_PER_MS = 1_000_000
 
 
 class PolicyView(msgspec.Struct, frozen=True):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from controller.config import Settings
 
 FILE = "admin.token"
+ADDRESS_FILE = "admin.url"
+"""Beside it, while the controller runs: where its admin API is."""
 LENGTH_LEAST = 16
 """Characters; shorter ones can be guessed."""
 

@@ -15,7 +15,9 @@ import msgspec
 if TYPE_CHECKING:
     from controller.gateway.asking import Asked
 
-BYTES_MOST = 32 * 1024 * 1024
+BYTES_MOST = 8 * 1024 * 1024
+OVERHEAD_BYTES = 400
+"""Of an answer, beside its own: key, entry, objects."""
 ANSWER_BYTES_MOST = 256 * 1024
 AGE_MOST_NS = 3_600_000_000_000
 _PASSING = frozenset({"stream", "stream_options", "user", "priority", "seed"})
@@ -46,7 +48,7 @@ class Answers:
         key = _key(asked)
         self._drop(key)
         self._kept[key] = Kept(body, at_ns, confidence_permille)
-        self._bytes += len(body)
+        self._bytes += len(body) + OVERHEAD_BYTES
         while self._bytes > self._bytes_most:
             self._drop(next(iter(self._kept)))
 
@@ -61,7 +63,7 @@ class Answers:
     def _drop(self, key: bytes) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
-            self._bytes -= len(kept.body)
+            self._bytes -= len(kept.body) + OVERHEAD_BYTES
 
 
 def _key(asked: Asked) -> bytes:

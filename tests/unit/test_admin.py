@@ -22,7 +22,7 @@ from controller.store.database import Database
 from policy.compose import build_policy
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Settled
 from policy.events import ReplicaDown, ReplicaUp, Scraped
-from policy.files import load_policy, parse_policy
+from policy.files import FileError, load_policy, parse_policy
 from policy.log import HashLog
 from policy.parameters import render
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aiohttp import ClientResponse
+
+    from policy.parameters import Parameters
 
 TOKEN = "t0ken-of-a-good-length"
 SECRET_TEXT = "the patient's name is Ferdinand"
@@ -62,13 +64,19 @@ class Controller(NamedTuple):
 
 
 def with_controller(
-    folder: Path, work: Callable[[Controller], Awaitable[None]], ready: str = ""
+    folder: Path,
+    work: Callable[[Controller], Awaitable[None]],
+    ready: str = "",
+    shadow: Parameters | None = None,
 ) -> None:
     """Run ``work`` beside a real driver, a real database, and the admin API on a real port."""
 
     async def whole() -> None:
-        settings = Settings(upstreams=(Upstream("http://127.0.0.1:9"),), data=str(folder))
-        parameters = load_policy("stable")
+        settings = Settings(
+            upstreams=(Upstream("http://127.0.0.1:9"),), data=str(folder),
+            observe=shadow is not None,
+        )  # fmt: skip
+        parameters = load_policy("stable" if shadow is None else "fifo")
         stats = Stats()
         driver = Driver(
             settings, build_policy(parameters), parameters, HashLog(), (), Clock(), [stats]
@@ -86,6 +94,7 @@ def with_controller(
                 ready=lambda: ready,
                 drain=lambda: drained.append("drain"),
                 waiting=lambda: {"turbo": 4, "held": 2},
+                shadow=shadow,
             )
         )
         try:
@@ -173,8 +182,20 @@ def test_a_token_that_was_given_is_used_and_written_nowhere(tmp_path: Path) -> N
 @pytest.mark.parametrize("token", ["short", "with a space in the middle", "ümlaut-in-the-token"])
 def test_a_token_that_cannot_serve_is_refused(tmp_path: Path, token: str) -> None:
     settings = Settings(upstreams=(), data=str(tmp_path), admin_token=token)
-    with pytest.raises(ValueError, match="token"):
+    with pytest.raises(FileError, match="token") as caught:
         load_token(settings)
+    assert token not in str(caught.value)
+
+
+def test_a_token_that_others_could_read_is_made_private(tmp_path: Path) -> None:
+    path = tmp_path / "admin.token"
+    path.write_text(TOKEN)
+    path.chmod(0o644)
+    assert load_token(Settings(upstreams=(), data=str(tmp_path))) == TOKEN
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_bytes(b"\xff" * 20)
+    with pytest.raises(FileError, match="is no text"):
+        load_token(Settings(upstreams=(), data=str(tmp_path)))
 
 
 # What is told
@@ -350,6 +371,24 @@ def test_a_bad_policy_is_refused_with_the_reason(
         assert (await controller.json("/policies"))["policies"] == []
 
     with_controller(tmp_path, work)
+
+
+def test_observing_it_says_who_decides_in_shadow_and_takes_no_other(tmp_path: Path) -> None:
+    async def work(controller: Controller) -> None:
+        status = msgspec.convert(await controller.json("/status"), Status)
+        assert status.policy.name == "fifo"
+        assert status.shadow is not None
+        assert (status.shadow.name, status.shadow.discipline) == ("stable", "tiered")
+        text = await (await controller.ask("/policy")).text()
+        assert "In shadow decides stable (tiered" in text
+        assert parse_policy(text, "shown") == controller.driver.parameters
+        for body in (text.encode(), b"schema: 1\n"):
+            answer = await controller.ask("/policy", "PUT", data=body)
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"]) == (409, "observing")
+            assert "without --observe" in error["message"]
+
+    with_controller(tmp_path, work, shadow=load_policy("stable"))
 
 
 # The log

@@ -148,7 +148,8 @@ def test_options_go_before_the_file_and_the_file_before_the_defaults(tmp_path: P
         ("upstreams: [5]\n", "upstreams"),
         ("limits: {body_bytes_most: 3}\n", "below 1024"),
         ("port: 8081\n", "8081"),
-        ("webhook: hook\n", "hook"),
+        ("webhook: hook\n", "http://10.0.0.7:8000/some/path"),
+        ("admin_token: abc\n", "3 characters"),
         ("- 1\n", "mapping"),
         ("a: [\n", "YAML"),
     ],
@@ -199,16 +200,34 @@ def test_bad_options_exit_2_with_one_line(words: tuple[object, ...], said: str) 
 def test_check_says_what_is_there_and_needs_no_server_up(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     assert run(keys, "add", "support", "--file", file).exit_code == 0
-    with answering(b"") as url:
+    cards = {"data": [{"id": "qwen3-8b", "max_model_len": 4096}]}
+    with answering(json.dumps(cards).encode(), public=True) as url:
         result = run(
             serve, "--check", "--gpu-policy=stable", "--upstream", HERE, "--upstream", url,
             "--keys", file,
         )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "policy   stable (tiered): valid" in result.output
-    assert f"upstream {url}: reachable" in result.output
-    assert f"upstream {HERE}: not reachable now" in result.output
+    assert f"upstream {url}: serves qwen3-8b, version qwen3-8b, " in result.output
+    assert f"upstream {HERE}: does not answer now" in result.output
     assert "keys     1 in" in result.output
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        (b"{}", 501, "/v1/models answers 501"),
+        (b"hello", 200, "is no list of models"),
+        (b'{"data": [{"id": "who-knows"}]}', 200, "whose step times are not known"),
+    ],
+)
+def test_check_says_which_server_cannot_be_used(body: bytes, code: int, said: str) -> None:
+    with answering(body, code, public=True) as url:
+        result = run(serve, "--check", "--upstream", url)
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+    assert f"{url}: cannot be used as it is" in result.output.splitlines()[-1]
+    assert "are valid" not in result.output
 
 
 @pytest.mark.parametrize("way", ["file", "variable"])
@@ -277,13 +296,13 @@ TOKEN = "t0ken-of-a-good-length"
 
 
 @contextmanager
-def answering(body: bytes, code: int = 200) -> Iterator[str]:
-    """A server that answers ``/health``, and all that comes with ``TOKEN``, with ``body``."""
+def answering(body: bytes, code: int = 200, public: bool = False) -> Iterator[str]:
+    """A server that answers all that comes with ``TOKEN``, or to ``public`` all, with ``body``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-            self.send_response(code if known or self.path == "/health" else 401)
+            self.send_response(code if known or public else 401)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -307,7 +326,7 @@ def example() -> Status:
         state="serving",
         observe=True,
         uptime_s=75.0,
-        policy=PolicyView("stable", "tiered", "0123456789abcdef"),
+        policy=PolicyView("fifo", "fifo", "0123456789abcdef"),
         open_requests=3,
         settled_requests=41,
         lost_requests=2,
@@ -324,7 +343,8 @@ def example() -> Status:
         outcomes=(OutcomeView("answered", "", 40), OutcomeView("shed", "deadline", 1)),
         alerts=(AlertView(1_700_000_000.0, "replica 1", "ejected [x]", "moved", {"bad": 7}),),
         scaling={},
-        observed={"would shed: deadline": 4},
+        observed={"would shed: deadline": 4, "queue_ms_p95": 456, "off": 0},
+        shadow=PolicyView("stable", "tiered", "fedcba9876543210"),
     )  # fmt: skip
 
 
@@ -337,12 +357,26 @@ def test_status_shows_tables_or_what_the_controller_said(tmp_path: Path) -> None
         raw = run(status, "--admin", url, "--json", TWINKEEL_ADMIN_TOKEN=TOKEN)
     assert tables.exit_code == 0, tables.output
     for said in (
-        "stable (tiered", "observing only", "ejected: http_5xx", "812.2", "800", "7 / 90",
+        "policy fifo (fifo", "in shadow stable (tiered", "observing only", "in queue, p95",
+         "ejected: http_5xx", "812.2", "800", "7 / 90",
         "errors model=qwen", "deadline", "ejected [x]", "bad 7", "would shed: deadline",
         "1 events were refused",
     ):  # fmt: skip
         assert said in tables.output, said
     assert json.loads(raw.output) == json.loads(body)
+    assert "off" not in tables.output
+
+
+def test_status_finds_a_controller_by_its_data_folder(tmp_path: Path) -> None:
+    (tmp_path / "admin.token").write_text(TOKEN)
+    with answering(msgspec.json.encode(example())) as url:
+        (tmp_path / "admin.url").write_text(f"{url}\n")
+        found = run(status, "--data", tmp_path)
+    assert found.exit_code == 0, found.output
+    (tmp_path / "admin.url").write_text(HERE)
+    gone = run(status, "--data", tmp_path)
+    assert gone.exit_code == 2
+    assert f"{HERE}/status: no controller answers" in gone.output
 
 
 def test_status_of_what_cannot_be_asked_exits_2(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.gateway.answers import ANSWER_BYTES_MOST, Answers
+from controller.gateway.answers import ANSWER_BYTES_MOST, OVERHEAD_BYTES, Answers
 from controller.gateway.asking import Asked, read
 
 S = 1_000_000_000
@@ -74,13 +74,13 @@ def test_old_answers_are_gone() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 120)), max_size=40))
 def test_what_is_kept_is_bounded_and_the_youngest(kept: list[tuple[int, int]]) -> None:
-    answers = Answers(bytes_most=100)
+    answers = Answers(bytes_most=3 * OVERHEAD_BYTES + 100)
     expected: dict[int, int] = {}
     for at, (name, size) in enumerate(kept):
         answers.keep(asked(str(name)), b"x" * size, at, -1)
         expected.pop(name, None)
         expected[name] = size
-        while sum(expected.values()) > 100:
+        while sum(expected.values()) + len(expected) * OVERHEAD_BYTES > 3 * OVERHEAD_BYTES + 100:
             del expected[next(iter(expected))]
     for name in range(6):
         found = answers.find(asked(str(name)), len(kept))

@@ -246,9 +246,8 @@ def test_a_fault_in_the_shadow_switches_it_off_and_nothing_else(tmp_path: Path) 
     stage.shadow.tick()
     stage.shadow.flush()
     report = stage.shadow.report()
-    assert report["off"] == stage.shadow.errors == 1
+    assert report["off"] == 1
     assert stage.shadow.off == "ZeroDivisionError: a bug"
-    assert stage.shadow.deadline_ns() is None
     assert len(stage.troubles) == 1
     assert "switched off" in stage.troubles[0]
     stage.close()  # what was logged before still audits

@@ -13,12 +13,10 @@ from policy.audit import replay
 from policy.compose import build_policy
 from policy.decisions import BreakerMoved
 from policy.events import (
-    Arrived,
     Failed,
     Finished,
     FirstToken,
     PolicySwitched,
-    ReplicaUp,
     Restored,
 )
 from policy.files import code_hash
@@ -107,7 +105,6 @@ def test_the_state_is_the_same_to_the_byte(tmp_path: Path) -> None:
     header = read_segment(segments(tmp_path)[0][1].read_bytes()).header
     assert recovered.wall_ns_of_last == header.wall_ns + process.now_ns
     assert recovered.next_request == 31
-    assert recovered.next_replica == 2
     assert isinstance(recovered.policy, Service)
     breakers = recovered.policy.mechanisms["breakers"]
     assert breakers.open_keys(), "it is still open"  # type: ignore[attr-defined]
@@ -261,7 +258,6 @@ def test_a_state_that_does_not_fit_gives_a_fresh_policy_that_goes_on(
     assert "0ther" in recovered.note
     assert recovered.last_ns == process.now_ns
     assert recovered.next_request == 31, "ids go on all the same"
-    assert recovered.next_replica == 2
     assert [one.event.request for one in recovered.open] == [30]
 
 
@@ -276,10 +272,5 @@ def test_ids_go_on_though_the_last_segment_saw_none(tmp_path: Path) -> None:
     rewritten(last, b"", code_hash="0ther")
     recovered = recover(tmp_path)
     assert recovered is not None
-    assert (recovered.next_request, recovered.next_replica) == (10, 5)
+    assert recovered.next_request == 10
     assert recovered.parameters == PARAMETERS, "without a fallback, the segment's own"
-
-
-def test_events_name_what_recovery_reads() -> None:
-    assert "request" in Arrived.__struct_fields__
-    assert "replica" in ReplicaUp.__struct_fields__
