@@ -606,7 +606,15 @@ def add(tenant: str, path: Path, sla: str | None, line: str, expires: datetime |
             raise BadInput(f"--expires {day}: is over already")
         key = new_key()
         raw = {"sha256": digest_of(key), "tenant": tenant, "sla": sla or "", "line": line}
-        entry = decode({**raw, "expires": day}, Entry, "the new key", schema=None)
+        try:
+            entry = decode({**raw, "expires": day}, Entry, "the new key", schema=None)
+        except FileError as error:
+            if error.key != "tenant":
+                raise
+            raise BadInput(
+                f"{tenant!r} can name no tenant: give it at most 80 letters, digits, spaces and"
+                " signs of ._@:/-, beginning with a letter or a digit"
+            ) from error
         add_entry(path, entry)
     click.echo(key)
     click.echo(

@@ -11,11 +11,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import resources
 from typing import TYPE_CHECKING, cast
-
-import msgspec
-import yaml
 
 from controller import http
 from controller.admin import Sources, Stats, load_token, make_app
@@ -29,6 +25,7 @@ from controller.gateway.app import Gateway
 from controller.gateway.keys import load_keys
 from controller.listener import Listener
 from controller.observe import Shadow
+from controller.openapi import published
 from controller.reading import Reader
 from controller.store.database import Database
 from controller.store.folder import alone_in
@@ -178,8 +175,7 @@ async def _start(
 
     answers = Answers()
     look = _servers(settings, driver, database, answers, stack)
-    text = (resources.files("controller.gateway") / "openapi.yaml").read_text(encoding="utf-8")
-    openapi = msgspec.json.encode(yaml.safe_load(text))
+    openapi = published("controller.gateway")
     secret = kept_key(data / "fingerprint.key")
     gateway = Gateway(driver, secret, answers, database, keys, ears.metrics.rejected, openapi)
     gateway.start()
@@ -213,7 +209,7 @@ async def _start(
 
 
 @dataclass
-class _Ears:
+class _Hearers:
     """Who listens, and is asked later."""
 
     stats: Stats
@@ -224,7 +220,7 @@ class _Ears:
 
 async def _driver(
     settings: Settings, beginning: Beginning, database: Database, stack: contextlib.AsyncExitStack
-) -> tuple[Driver, _Ears]:
+) -> tuple[Driver, _Hearers]:
     data, clock, parameters = settings.data_path, beginning.clock, beginning.parameters
     log = LiveLog(
         data / "log", beginning.policy, parameters, clock(),
@@ -245,7 +241,8 @@ async def _driver(
     stats = Stats()
     driver = Driver(
         settings, beginning.policy, parameters, log, replicas, clock,
-        [stats, spans, webhook, _Kept(database)], spans.traceparent, beginning.next_request,
+        [stats, spans, webhook, _BreakerKeeper(database)], spans.traceparent,
+        beginning.next_request,
     )  # fmt: skip
     stack.push_async_callback(driver.close)
     recorder = _recorder(settings, beginning, driver, stack)
@@ -263,8 +260,8 @@ async def _driver(
     reader = Reader(driver, health, sinks)
     metrics = Metrics(reader)
     driver.listen(metrics)
-    driver.listen(_Named(metrics, parameters))
-    ears = _Ears(stats, metrics, reader)
+    driver.listen(_PolicyTeller(metrics, parameters))
+    ears = _Hearers(stats, metrics, reader)
     if settings.observe:
         shadow = Shadow(
             beginning.wanted, data / "shadow", clock, driver.at, partial(driver.trouble, "shadow")
@@ -276,7 +273,7 @@ async def _driver(
     return driver, ears
 
 
-async def _tell_breakers(beginning: Beginning, database: Database, ears: _Ears) -> None:
+async def _tell_breakers(beginning: Beginning, database: Database, ears: _Hearers) -> None:
     """Which breakers the policy still has open: nothing moves them at a start."""
     policy = beginning.policy
     if not isinstance(policy, Service):
@@ -308,9 +305,9 @@ def _recorder(
     return recorder
 
 
-class _Kept(Listener):
-    """Keeps breakers' last moves where people find them, and a restart the kind of each that is
-    still open. Their state itself is the policy's: it comes back from the decision log."""
+class _BreakerKeeper(Listener):
+    """Keeps breakers' last moves where people, and ``_tell_breakers``, find them. Their state is
+    the policy's: it comes back from the decision log, and without one all begin closed."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -320,7 +317,7 @@ class _Kept(Listener):
             self._database.breaker_moved(decision)
 
 
-class _Named(Listener):
+class _PolicyTeller(Listener):
     """Lets the metrics say which policy is in force, and what it promises."""
 
     def __init__(self, metrics: Metrics, parameters: Parameters) -> None:
@@ -356,7 +353,7 @@ def _servers(
     stack.push_async_callback(errands.close)
     driver.start(errands, watcher.suspect)
     if settings.features.confidence:
-        driver.listen(_Warming(driver, errands))
+        driver.listen(_WarmsUp(driver, errands))
     stack.push_async_callback(watcher.close)
     stack.push_async_callback(scraper.close)
 
@@ -367,7 +364,7 @@ def _servers(
     return look
 
 
-class _Warming(Listener):
+class _WarmsUp(Listener):
     """Has a server that came up compile what logprobs need."""
 
     def __init__(self, driver: Driver, errands: Errands) -> None:

@@ -6,15 +6,14 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import yaml
 from aiohttp import web
 
 from controller.admin.status import alerts_of, policy_hash, status_of
 from controller.admin.token import Gate
+from controller.openapi import published
 from policy.files import FileError, parse_policy
 from policy.parameters import render
 
@@ -119,7 +118,7 @@ def make_app(sources: Sources) -> web.Application:
 class _Admin:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._openapi = _openapi()
+        self._openapi = published("controller.admin")
         self._switching = asyncio.Lock()
 
     async def live(self, request: web.Request) -> web.StreamResponse:
@@ -282,11 +281,6 @@ def _nesting(text: str) -> int:
 def _is_segment(path: Path) -> bool:
     """By its name, so it cannot lie outside the folder; a link could."""
     return _SEGMENT.fullmatch(path.name) is not None and path.is_file() and not path.is_symlink()
-
-
-def _openapi() -> bytes:
-    text = (resources.files("controller.admin") / "openapi.yaml").read_text(encoding="utf-8")
-    return msgspec.json.encode(yaml.safe_load(text))
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -53,8 +53,10 @@ INT32_MOST = 2**31 - 1
 PART_ROWS = 10_000
 PART_S = 60.0
 MERGE_ROWS_MOST = 1_000_000
-"""A run with more rows is left in its parts: the next one merges them meanwhile."""
-MERGE_TIME_SHARE = 0.05
+"""Beyond them, ``trace.parquet`` is not made anew while it records."""
+FINISH_ROWS_MOST = 300_000
+"""A run with more is left in its parts at its end: the next one merges them meanwhile."""
+MERGE_TIME_SHARE = 0.02
 """Of the time, at most, goes into merging while it records."""
 KEEP_BYTES = 4 * 1024 * 1024 * 1024
 WAITING_MOST = 10
@@ -196,8 +198,8 @@ class Recorder(Listener):
             self._executor.submit(self._files.note, new)
 
     def close(self) -> None:
-        """Write and merge what is there. Takes some 10 s for a million rows, which is the most
-        that is merged here; what else is being merged is left to the next recorder."""
+        """Write and merge what is there: some 10 s for the most rows that are merged here. What
+        else is being merged is left to the next recorder."""
         self._write()
         self._executor.shutdown()
         self._files.ending.set()
@@ -473,7 +475,7 @@ class _Files:
         done just now."""
         parts = self._parts(self._run)
         began_s = time.monotonic()
-        if began_s < self._merge_after_s or not self._few(parts):
+        if began_s < self._merge_after_s or _rows(parts) > self._merge_rows_most:
             return
         with suppress(Ended):
             merge(parts, self._folder / "trace.parquet", self.ending.is_set)
@@ -483,7 +485,7 @@ class _Files:
     def finish(self) -> None:
         """Make a trace of this run's parts, unless that takes too long."""
         self.ending.clear()
-        if self._few(self._parts(self._run)):
+        if _rows(self._parts(self._run)) <= min(self._merge_rows_most, FINISH_ROWS_MOST):
             self._finish(self._run)
 
     def finish_leftovers(self) -> None:
@@ -525,9 +527,6 @@ class _Files:
     def _parts(self, run: str) -> list[Path]:
         return sorted(self._folder.glob(f"part-{run}-*.parquet"))
 
-    def _few(self, parts: list[Path]) -> bool:
-        return sum(open_trace(part).rows for part in parts) <= self._merge_rows_most
-
     def _prune(self) -> None:
         """Delete the oldest files beyond the bound."""
         found = [*self._folder.glob("part-*.parquet"), *self._folder.glob("trace-*.parquet")]
@@ -557,6 +556,10 @@ def merge(parts: Iterable[Path], path: Path, ended: Callable[[], bool] = lambda:
                 yield batch
 
     return write_trace(batches(), path, resolution_s=0.0).path
+
+
+def _rows(parts: list[Path]) -> int:
+    return sum(open_trace(part).rows for part in parts)
 
 
 def _noted(journal: Path) -> list[Row]:

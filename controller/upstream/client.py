@@ -187,7 +187,7 @@ class _Stream:
 
     __slots__ = (
         "_begun", "_call", "_certainties", "_confidence", "_driver", "_finish", "_held", "_kept",
-        "_replica", "_said", "_strip", "_usage",
+        "_replica", "_said", "_simple", "_strip", "_usage",
     )  # fmt: skip
 
     def __init__(self, driver: Driver, call: Call, replica: Replica, features: Features) -> None:
@@ -200,12 +200,18 @@ class _Stream:
         """Events before the first token: nothing has been passed on yet."""
         self._kept: list[bytes] | None = [] if call.asked.chain else None
         """All events, where the answer becomes a chain's state."""
+        self._simple = self._has_one_choice() and not features.confidence and not call.asked.chain
+        """Nothing of an event in the middle has to be known."""
         self._said = False
         self._finish = ""
         self._begun: set[int] = set()
         """Choices that have no end yet."""
         self._usage: sse.Usage | None = None
         self._certainties = judge.Certainties()
+
+    def _has_one_choice(self) -> bool:
+        document = self._call.asked.document
+        return document.get("n", 1) == 1 and isinstance(document.get("prompt", ""), str)
 
     async def run(self, answer: aiohttp.ClientResponse) -> Finished:
         driver, call, replica = self._driver, self._call, self._replica
@@ -220,6 +226,14 @@ class _Stream:
             if not data:
                 break
             began_ns = driver.now_ns()
+            if self._simple and not splitter.rest and self._is_text(data):
+                replica.tokens += 1
+                call.output_tokens += 1
+                call.events_sent += 1
+                await driver.streams.send(call, data, replica)
+                call.last_ns = began_ns
+                call.gateway_ns += driver.now_ns() - began_ns
+                continue
             out: list[bytes] = []
             done = False
             try:
@@ -240,6 +254,19 @@ class _Stream:
             if done:
                 return await self._end(answer)
         raise TryFailed("stream_cut")
+
+    def _is_text(self, data: bytes) -> bool:
+        """Whether it is one whole event with more of the answer, as most reads are: it is passed on
+        without being decoded."""
+        return (
+            self._call.first_ns >= 0
+            and not self._call.tail
+            and data.startswith(b"data: {")
+            and data.endswith(b"}\n\n")
+            and b'"finish_reason":null' in data
+            and b'"error"' not in data
+            and data.count(b"\n\n") == 1
+        )
 
     def _take(self, event: bytes, out: list[bytes]) -> bool:
         """Look at an event and put what is to be passed on into ``out``; was it the end?"""

@@ -6,6 +6,7 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -58,7 +59,8 @@ def test_a_broken_server_is_told_once(
     eventually("the alert is there", lambda: told)
     keys = [alert["key"] for alert in told]
     assert len(keys) == len(set(keys)) == len(story.alerts)
-    (alert,) = [alert for alert in told if alert["key"] == "replica 0"]
+    name = f"replica {urlsplit(twins[0].url).netloc}"
+    (alert,) = [alert for alert in told if alert["key"] == name]
     assert "ejected" in alert["cause"]
     assert alert["figures"]
     assert all(isinstance(value, int) for value in alert["figures"].values())

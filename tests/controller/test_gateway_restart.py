@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import pyarrow.parquet as pq
 import pytest
 
 from policy.events import Restored
@@ -40,7 +41,7 @@ async def _killed_midway(controller: Controller) -> list[Answer]:
             asyncio.create_task(ask(client, controller.url, chat(MODEL, f"{n}", 400)))
             for n in range(6)
         ]
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.3)  # what was settled before is on the disk
         await asyncio.to_thread(controller.kill)
         return list(await asyncio.gather(*asked))
 
@@ -80,6 +81,10 @@ def test_killed_under_load_it_comes_back_as_it_was(
     settled = [request.settled for request in story.requests.values()]
     assert all(len(each) == 1 for each in settled)
     assert sum(each[0].why == "controller_lost" for each in settled) == 6
+    traces = sorted((again.data / "trace").glob("trace-*.parquet"))
+    recorded = [pq.read_table(path)["request_id"].to_pylist() for path in traces]
+    assert len(recorded) == 2
+    assert sorted(each for ids in recorded for each in ids) == sorted(story.requests)
 
 
 def test_told_to_stop_it_finishes_every_stream(twins: list[Twin], controllers: Controllers) -> None:

@@ -78,15 +78,6 @@ class Vllm:
         given = {"url": self.url, "profile": profile, "max_num_seqs": MAX_NUM_SEQS}
         return {**given, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS, **more}
 
-    def engine_cpu_s(self) -> float:
-        """Processor time that engine core and workers have had."""
-        fields = [
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            for pid in self.engine_pids()
-        ]
-        ticks = sum(int(each[11]) + int(each[12]) for each in fields)
-        return ticks / os.sysconf("SC_CLK_TCK")
-
     def signal_engine(self, number: signal.Signals) -> None:
         """What is behind the HTTP server gets a signal."""
         for pid in self.engine_pids():

@@ -19,6 +19,7 @@ from controller.config import Settings, Upstream
 from controller.driver import Clock, Driver
 from controller.gateway.asking import read
 from controller.store.database import Database
+from controller.upstream.replica import Replica
 from policy.compose import build_policy
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Settled
 from policy.events import ReplicaDown, ReplicaUp, Scraped
@@ -267,6 +268,27 @@ def test_rotation_and_metrics_are_of_the_present_replica() -> None:
     assert 0 not in stats.scraped
     stats.fed(8, replica_up(0))
     assert 0 not in stats.rotation
+
+
+def test_a_server_that_is_not_up_is_not_in_rotation(tmp_path: Path) -> None:
+    async def work(controller: Controller) -> None:
+        session: Any = None
+        replica = Replica(0, Upstream("http://127.0.0.1:9"), session)
+        controller.driver.replicas[0] = replica
+
+        async def told() -> tuple[str, str]:
+            (row,) = (await controller.json("/status"))["replicas"]
+            return row["rotation"], row["rotation_why"]
+
+        assert await told() == ("out", "never seen")
+        replica.spec, replica.up = replica_up(0), True
+        assert await told() == ("in", "")
+        controller.stats.decided(Rotated(0, "ejected", "http_5xx"))
+        assert await told() == ("ejected", "http_5xx")
+        replica.up = False
+        assert await told() == ("out", "down")
+
+    with_controller(tmp_path, work)
 
 
 def test_what_is_kept_is_bounded() -> None:

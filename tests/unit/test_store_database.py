@@ -66,6 +66,17 @@ def test_what_was_committed_is_there_though_the_process_was_not_closed(tmp_path:
             assert last.name == "one"
 
 
+def test_it_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    (folder / "controller.sqlite").touch(0o644)
+    with opened(tmp_path) as database:
+        asyncio.run(database.deploy(parameters(name="one"), "ann"))
+        names = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert len(names) == 3, "the file, its journal and the index of that"
+    assert set(names.values()) == {0o600}, names
+
+
 def test_breakers_are_kept_as_they_last_moved(tmp_path: Path) -> None:
     wall = Wall()
     with opened(tmp_path, wall_s=wall) as database:
