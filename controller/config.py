@@ -64,6 +64,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Silence in a stream after which a comment keeps the connection open."""
     call_s_most: Seconds = 600.0
     """When a call to a replica is given up."""
+    whole_s_least: Seconds = 10.0
+    """An answer in one piece whose length is bounded is given up sooner: after this, and the next
+    for each token; a single one may be lost on a replica that is well. Not with ``observe``."""
+    whole_token_s: Seconds = 0.5
+    """For each token of ``max_tokens``, and for each kilobyte of the prompt."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -268,11 +268,20 @@ class Driver:
 
     def _time_out(self) -> None:
         """Give up calls that take too long, whatever the policy thinks of them."""
-        since_ns = self.now_ns() - round(self.settings.limits.call_s_most * 1e9)
+        now_ns = self.now_ns()
         for call in list(self.calls.values()):
-            if call.attempt is not None and call.dispatched_ns < since_ns:
+            if call.attempt is not None and call.dispatched_ns + self._most_ns(call) < now_ns:
                 self._cancel(call, call.attempt)
                 self.feed(Failed(call.request, call.replica, "timeout"))
+
+    def _most_ns(self, call: Call) -> int:
+        """How long a try may take. Where callers wait in the servers' queues, nobody knows."""
+        limits, asked = self.settings.limits, call.asked
+        most_s = limits.call_s_most
+        if not asked.stream and asked.max_tokens and not self.settings.observe:
+            units = asked.max_tokens + asked.prompt_bytes / 1000
+            most_s = min(most_s, limits.whole_s_least + limits.whole_token_s * units)
+        return round(most_s * 1e9)
 
     async def _give_up(self, replica: Replica) -> None:
         """A server that takes no connection may still finish what it has, as vLLM does when it is

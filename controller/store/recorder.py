@@ -58,6 +58,8 @@ FINISH_ROWS_MOST = 300_000
 """A run with more is left in its parts at its end: the next one merges them meanwhile."""
 MERGE_TIME_SHARE = 0.02
 """Of the time, at most, goes into merging while it records."""
+MERGE_PART_S = 30.0
+"""Between two such merges, for each part: the more there is to merge, the more rarely."""
 KEEP_BYTES = 4 * 1024 * 1024 * 1024
 WAITING_MOST = 10
 """Parts that may wait for the disk."""
@@ -463,6 +465,7 @@ class _Files:
     def _write(self, path: Path, rows: list[Row], run: str) -> None:
         with TraceWriter(path, defaults={"trace_id": f"live-{run}"}) as writer:
             writer.write(_batch(rows))
+        pa.default_memory_pool().release_unused()
         path.with_suffix(".rows").unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
@@ -480,7 +483,9 @@ class _Files:
         with suppress(Ended):
             merge(parts, self._folder / "trace.parquet", self.ending.is_set)
         ended_s = time.monotonic()
-        self._merge_after_s = ended_s + (ended_s - began_s) / MERGE_TIME_SHARE
+        took_s = ended_s - began_s
+        self._merge_after_s = ended_s + max(took_s / MERGE_TIME_SHARE, MERGE_PART_S * len(parts))
+        pa.default_memory_pool().release_unused()
 
     def finish(self) -> None:
         """Make a trace of this run's parts, unless that takes too long."""

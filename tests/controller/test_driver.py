@@ -147,6 +147,21 @@ def test_a_call_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
     run(test, Server(silent), limits=Limits(call_s_most=0.3), policy=ALONE)
 
 
+def test_a_whole_answer_that_is_lost_is_asked_for_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its server is well, and answers all others: only this one never comes."""
+    monkeypatch.setattr(driver, "LOOK_S", 0.05)
+
+    async def test(running: Core) -> None:
+        got = await post(running.url, chat(max_tokens=2))
+        assert got.status == 200
+        assert [each.kind for each in running.events(Failed)] == ["timeout"]
+
+    limits = Limits(whole_s_least=0.3, whole_token_s=0.01)
+    run(test, Server(silent), Server(good), limits=limits, policy=ALONE)
+
+
 def test_a_caller_that_leaves_aborts_once_and_frees_its_place() -> None:
     server = Server(silent)
 
