@@ -330,10 +330,10 @@ class _NoSink:
     """``LiveLog`` hands its bytes to the thread itself."""
 
     def write(self, data: bytes, /) -> None:
-        raise NotImplementedError
+        raise RuntimeError("the thread writes, not this")
 
     def close(self) -> None:
-        raise NotImplementedError
+        raise RuntimeError("the thread writes, not this")
 
 
 _NO_SINK = _NoSink()
