@@ -135,6 +135,32 @@ class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class Uncertainty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the coefficients may be off together, as the fit that they come from knows it."""
+
+    names: tuple[Text, ...]
+    """Keys of ``Step`` and ``Overheads``, in the order of the matrix."""
+    covariance_ns2: tuple[tuple[float, ...], ...]
+    run_to_run_percent: Percent = 0.0
+    """By how much all times together differ from one run to the next, as a standard deviation: a
+    machine's speed is not the same every hour."""
+
+    def __post_init__(self) -> None:
+        size = len(self.names)
+        known = (*Step.__struct_fields__, *Overheads.__struct_fields__)
+        for name in self.names:
+            if name not in known or not name.endswith("_ns"):
+                raise ValueError(f"names: {name!r} is no coefficient of step or overheads")
+        if len(set(self.names)) != size:
+            raise ValueError(f"names: each may stand there once, got {', '.join(self.names)}")
+        rows = self.covariance_ns2
+        if len(rows) != size or any(len(row) != size for row in rows):
+            raise ValueError(f"covariance_ns2 must have {size} rows of {size} numbers")
+        for i, row in enumerate(rows):
+            if row[i] < 0 or any(row[j] != rows[j][i] for j in range(i)):
+                raise ValueError(f"covariance_ns2 is no covariance: row {i + 1} ({self.names[i]})")
+
+
 class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How far the profile can be believed."""
 
@@ -142,6 +168,7 @@ class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fitted_on: Text
     errors: tuple[FitError, ...] = ()
     notes: tuple[Text, ...] = ()
+    uncertainty: Uncertainty | None = None
 
 
 class ColdStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
