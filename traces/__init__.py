@@ -11,6 +11,7 @@ A trace is a Parquet file with one row per model call; `traces.schema.SCHEMA` sa
 - `open_trace`, `Trace`, `TraceWriter`, `shipped_traces`: the files (`traces.store`);
 - `SCHEMA`, `SCHEMA_VERSION`, `TraceError`: the columns, and the one error class;
 - `spread_ties`: spread equal coarse stamps before replay (`traces.spread`);
+- `read_steps`, `StepTail`, `read_iteration_log`: step records of a vLLM server (`traces.steps`);
 - `import_trace`, `ReadOptions` (`traces.readers`): public formats and anyone's logs;
 - `generate_trace`, `generate_bench`, `load_spec` (`traces.generate`): generated traces;
 - `describe_trace` (`traces.describe`): rates, burstiness, lengths, prefix hits, shares;
@@ -21,15 +22,20 @@ The last four modules are imported when they are used, to keep a replay's memory
 
 from traces.schema import SCHEMA, SCHEMA_VERSION, TraceError
 from traces.spread import spread_ties
+from traces.steps import Recording, StepTail, read_iteration_log, read_steps
 from traces.store import Trace, TraceWriter, open_trace, shipped_traces
 
 __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
+    "Recording",
+    "StepTail",
     "Trace",
     "TraceError",
     "TraceWriter",
     "open_trace",
+    "read_iteration_log",
+    "read_steps",
     "shipped_traces",
     "spread_ties",
 ]

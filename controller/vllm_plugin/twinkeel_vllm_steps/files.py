@@ -1,0 +1,117 @@
+"""The file of one engine's records: opened, appended to, begun anew when half of its room is used.
+
+A line is never left half-written in the middle of a file: what a full disk did not take is written
+first when there is room again. The file is locked as long as its process lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .options import make_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+LIVES_KEPT = 8
+_ENCODER = msgspec.json.Encoder()
+
+
+class StepFile:
+    """Not thread-safe. `header` is asked for at the start of every file; `room_bytes` is for the
+    file and its older half together."""
+
+    def __init__(
+        self, folder: Path, engine: int, room_bytes: int, header: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._half_bytes = room_bytes // 2
+        self._header = header
+        self._pending = b""
+        self._fd = -1
+        self._size = 0
+        self.path = folder / f"steps-{os.getpid()}-{engine}.jsonl"
+        try:
+            self._begin()
+        except BlockingIOError:  # a folder that machines share: this number lives on another one
+            name = f"steps-{os.getpid()}.{secrets.token_hex(4)}-{engine}.jsonl"
+            self.path = folder / name
+            self._begin()
+
+    def write(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Append the rows. Raises: OSError when they cannot be taken; then none of them was."""
+        if self._fd < 0 or not self._in_place():
+            self._begin()
+        self._flush()
+        if self._size >= self._half_bytes:
+            self._begin()
+            self._flush()
+        self._pending = _ENCODER.encode_lines(rows)
+        with contextlib.suppress(OSError):  # they were taken and wait; the next call will tell
+            self._flush()
+
+    def close(self) -> None:
+        """End the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _begin(self) -> None:
+        """A new file at `path`; what was there is kept as the older half.
+
+        Raises: OSError when it cannot be made, BlockingIOError when another process has it.
+        """
+        make_folder(self.path.parent)
+        fd = self._fd if self._fd >= 0 and self._in_place() else _open_locked(self.path)
+        if os.fstat(fd).st_size:
+            os.replace(self.path, self.path.with_name(self.path.name + ".1"))
+            os.close(fd)
+            self._fd = -1
+            fd = _open_locked(self.path)
+        elif self._fd not in (-1, fd):
+            self.close()
+        self._fd, self._size = fd, 0
+        self._pending = _ENCODER.encode(self._header()) + b"\n"
+
+    def _in_place(self) -> bool:
+        """Whether `path` still is our file: temporary folders get cleared."""
+        try:
+            there, ours = os.stat(self.path), os.fstat(self._fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def _flush(self) -> None:
+        while self._pending:
+            written = os.write(self._fd, self._pending)
+            self._size += written
+            self._pending = self._pending[written:]
+
+
+def clear_old(folder: Path) -> None:
+    """Of the files whose process is gone, delete all but the newest few."""
+    lives = sorted(folder.glob("steps-*.jsonl"), key=lambda path: path.lstat().st_mtime_ns)
+    for path in lives[:-LIVES_KEPT]:
+        with contextlib.suppress(OSError):  # locked: it lives; or another one clears, too
+            os.close(_open_locked(path))
+            path.unlink()
+            path.with_name(path.name + ".1").unlink(missing_ok=True)
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor that appends. Raises: BlockingIOError when another process has the lock."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise
+    except OSError:
+        pass  # a file system without locks
+    return fd
