@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from policy.files import load_gpus, load_models, load_profile
+from twin.regression import Array, StepTable, relative_error, robust_relative_least_squares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-Array = NDArray[np.float64]
 
 NS_PER_MS = 1e6
 # What one step can hold: the default token budget of a large card, and the tokens of its KV pool.
@@ -34,7 +32,6 @@ MAX_KV_TOKENS = 450_000
 # Every row is predicted once by a fit that did not see it (row number modulo FOLDS).
 FOLDS = 5
 FREE_TOKENS_GRID = range(0, 401, 10)
-HUBER = 1.345
 BOOTSTRAP_ROUNDS = 200
 
 
@@ -59,46 +56,6 @@ class Fit:
     errors: Mapping[str, ErrorReport]
 
 
-@dataclass(frozen=True, slots=True)
-class StepTable:
-    """Steps of one kind: what each held, and how many ns it took."""
-
-    batch: Array
-    kv_tokens: Array
-    prefill_tokens: Array
-    prefill_quad: Array
-    time_ns: Array
-
-    def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> StepTable:
-        return StepTable(
-            self.batch[rows],
-            self.kv_tokens[rows],
-            self.prefill_tokens[rows],
-            self.prefill_quad[rows],
-            self.time_ns[rows],
-        )
-
-
-def robust_relative_least_squares(terms: Array, time_ns: Array) -> Array:
-    """Coefficients that minimise a Huber loss of the relative error, by reweighting."""
-    scaled = terms / time_ns[:, None]
-    ones = np.ones(len(time_ns))
-    weights: Array = ones
-    solution: Array = np.zeros(terms.shape[1])
-    for _ in range(50):
-        root = np.sqrt(weights)
-        previous = solution
-        solution = np.asarray(
-            np.linalg.lstsq(scaled * root[:, None], root, rcond=None)[0], dtype=np.float64
-        )
-        residual = np.abs(scaled @ solution - 1.0)
-        knee = HUBER * 1.4826 * float(np.median(residual))  # 1.4826 x median: a robust sigma
-        if knee < 1e-12 or bool(np.all(np.abs(solution - previous) <= 1e-7 * np.abs(solution))):
-            break
-        weights = np.minimum(1.0, knee / np.maximum(residual, 1e-12))
-    return solution
-
-
 def decode_terms(table: StepTable) -> Array:
     return np.stack([np.ones(len(table.batch)), table.batch, table.kv_tokens], axis=1)
 
@@ -118,7 +75,7 @@ def fit_prefill(table: StepTable) -> tuple[Array, int]:
     for free in FREE_TOKENS_GRID:
         terms = prefill_terms(table, free)
         solution = robust_relative_least_squares(terms, table.time_ns)
-        error = float(np.mean(_relative(terms @ solution, table.time_ns)))
+        error = float(np.mean(relative_error(terms @ solution, table.time_ns)))
         if best is None or error < best[0]:
             best = (error, free, solution)
     assert best is not None
@@ -135,7 +92,7 @@ def mixed_ns(table: StepTable, decode: Array, prefill: Array, free_tokens: int) 
 
 def fit_mixed(table: StepTable, decode: Array, prefill: Array) -> int:
     def error(free: int) -> float:
-        return float(np.mean(_relative(mixed_ns(table, decode, prefill, free), table.time_ns)))
+        return float(np.mean(relative_error(mixed_ns(table, decode, prefill, free), table.time_ns)))
 
     return min(FREE_TOKENS_GRID, key=error)
 
@@ -244,7 +201,7 @@ def fit_operators(path: Path, layers: int, head_ns: float) -> OperatorFit:
     def linear(seen: StepTable, free: int) -> tuple[float, Array, Array]:
         terms = prefill_terms(seen, free)[:, :2]
         solution = robust_relative_least_squares(terms, seen.time_ns)
-        return float(np.mean(_relative(terms @ solution, seen.time_ns))), solution, terms
+        return float(np.mean(relative_error(terms @ solution, seen.time_ns))), solution, terms
 
     def choose(seen: StepTable) -> int:
         return min(FREE_TOKENS_GRID, key=lambda free: linear(seen, free)[0])
@@ -256,7 +213,7 @@ def fit_operators(path: Path, layers: int, head_ns: float) -> OperatorFit:
 
     free = choose(table)
     fixed_ns, per_token_ns = linear(table, free)[1]
-    small = table.take(tokens <= 256)
+    small = table.take(tokens <= 128)
     decode_ns = robust_relative_least_squares(prefill_terms(small, 0)[:, :2], small.time_ns)
     return OperatorFit(
         coefficients={
@@ -322,19 +279,15 @@ def tiny_prefill_errors_percent(fixed_ns: float, token_ns: float, quad_ns: float
     return errors
 
 
-def _relative(predicted: Array, measured: Array) -> Array:
-    return np.abs(predicted / measured - 1.0)
-
-
 def _errors(
     table: StepTable, train: Callable[[StepTable], Callable[[StepTable], Array]]
 ) -> ErrorReport:
-    seen = _relative(train(table)(table), table.time_ns) * 100
+    seen = relative_error(train(table)(table), table.time_ns) * 100
     fold = np.arange(len(table.time_ns)) % FOLDS
     parts: list[Array] = []
     for number in range(FOLDS):
         rest = table.take(fold == number)
-        parts.append(_relative(train(table.take(fold != number))(rest), rest.time_ns) * 100)
+        parts.append(relative_error(train(table.take(fold != number))(rest), rest.time_ns) * 100)
     unseen = np.concatenate(parts)
     return ErrorReport(
         len(seen), float(seen.mean()), float(seen.max()), float(unseen.mean()), float(unseen.max())
