@@ -28,6 +28,9 @@ class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 0
     """0: the profile's; so for the next."""
     max_num_batched_tokens: int = 0
+    steps: str = ""
+    """File of the step records that its plug-in writes, or their folder, which no other server may
+    share, as this machine sees it; empty: as the server says, if that is a path here."""
 
 
 class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

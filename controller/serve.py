@@ -346,7 +346,7 @@ def _servers(
 ) -> Callable[[], None]:
     """Do what the policy asks for; what is returned begins to look for the servers."""
     watcher = Watcher(driver, settings.probe_s)
-    scraper = Scraper(driver, settings.scrape_s, watcher.paged)
+    scraper = Scraper(driver, settings.scrape_s, watcher.paged, settings.features.confidence)
     errands = Errands(
         driver, driver.client, database, answers, scraper.read_progress, scraper.counts, warm
     )

@@ -166,6 +166,18 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True, gc=
     """Seen from it since it came up, over all streams."""
 
 
+class StepsRead(msgspec.Struct, frozen=True, tag="steps", array_like=True, gc=False):
+    """A replica's own record of its engine's steps was read: what those since the last reading
+    took, and what the replica's profile says that they should have. Only steps of which both are
+    known are in it."""
+
+    replica: int
+    steps: int
+    measured_us: int
+    """From each step's end to the next one's, while the engine was busy: the host's part is in."""
+    predicted_us: int
+
+
 class GpuRead(msgspec.Struct, frozen=True, tag="gpu", array_like=True, gc=False):
     """Counters of a replica's card, ``age_ns`` after they were read."""
 
@@ -272,5 +284,5 @@ Event = (
     Arrived | FirstToken | Finished | Failed | Cancelled | Ticked | ReplicaUp | ReplicaDown
     | Scraped | Standby | Progress | GpuRead | GpuFault | Verified | CheckpointSaved
     | CheckpointFailed | LookedUp | Forecasted | RolloutRequested | Warmed | PolicySwitched
-    | Restored
+    | Restored | StepsRead
 )  # fmt: skip

@@ -25,6 +25,7 @@ from policy.events import (
     ReplicaUp,
     Scraped,
     Standby,
+    StepsRead,
     Verified,
     Warmed,
 )
@@ -410,6 +411,14 @@ class Facts:
             self._known(event.replica)
             if event.output_tokens < 0:
                 raise Illegal(f"replica {event.replica}: output_tokens is {event.output_tokens}")
+        elif isinstance(event, StepsRead):
+            self._known(event.replica)
+            sums = (event.steps, event.measured_us, event.predicted_us)
+            if not 0 <= min(sums) <= max(sums) <= COUNT_MOST:
+                raise Illegal(
+                    f"replica {event.replica}: steps, measured_us and predicted_us, {sums}, lie"
+                    f" within 0..{COUNT_MOST}"
+                )
         elif isinstance(event, (GpuFault, Warmed)):
             self._known(event.replica)
         self.now_ns = now_ns

@@ -15,6 +15,7 @@ import msgspec
 from policy.alerts import Alerts, AlertsState
 from policy.capacity import Capacity, CapacityState, Seen, check_forecast, pool_of
 from policy.decisions import Alert, BreakerMoved, Rotated, Start, Stop
+from policy.drift import Drift, DriftState
 from policy.events import (
     Forecasted,
     GpuFault,
@@ -24,6 +25,7 @@ from policy.events import (
     ReplicaUp,
     RolloutRequested,
     Standby,
+    StepsRead,
     Warmed,
 )
 from policy.health import Health, HealthState
@@ -55,17 +57,18 @@ class FleetState(msgspec.Struct, array_like=True):
     alerts: AlertsState | None
     looped_ns: int
     stopping: list[int]
+    drift: DriftState | None = None
 
 
 class Fleet:
-    """Health, rollout, capacity and alerts, each None where it is off.
+    """Health, rollout, capacity, drift and alerts, each None where it is off.
 
     Methods that are told of an event check it against the facts first, and give what was decided.
     """
 
     __slots__ = (
         "_facts", "_fleet_version", "_health_version", "_queue", "_reserve_permille", "_stopping",
-        "alerts", "attention", "capacity", "health", "looped_ns", "rollout", "stuck",
+        "alerts", "attention", "capacity", "drift", "health", "looped_ns", "rollout", "stuck",
     )  # fmt: skip
 
     def __init__(self, parameters: Parameters, facts: Facts) -> None:
@@ -74,6 +77,7 @@ class Fleet:
         self.health = Health(parameters.health) if parameters.health.enabled else None
         self.capacity = Capacity(parameters.capacity) if parameters.capacity.enabled else None
         self.rollout = Rollout(parameters.rollout) if parameters.rollout.enabled else None
+        self.drift = Drift(parameters.drift) if parameters.drift.enabled else None
         self.alerts = Alerts(parameters.alerts) if parameters.alerts.enabled else None
         self.attention = False
         """The rotation may have changed: ``rotate`` is due."""
@@ -336,6 +340,11 @@ class Fleet:
                 self.tell(now_ns, self.health.gpu_fault(now_ns, event), decisions)
             case Progress() if self.health is not None:
                 self.health.progress(now_ns, event)
+            case StepsRead() if self.drift is not None:
+                known = self._facts.replicas.get(event.replica)
+                if known is not None and known.ready:  # else it comes too late
+                    told = self.drift.read(now_ns, event, known.spec.name)
+                    self.tell(now_ns, told, decisions)
             case Forecasted() if self.capacity is not None:
                 self.capacity.forecast(now_ns, event)
             case RolloutRequested() if self.rollout is not None:
@@ -350,6 +359,8 @@ class Fleet:
         self._stopping.discard(event.replica)
         if self.health is not None:
             self.health.up(now_ns, event)
+        if self.drift is not None:
+            self.drift.renewed(event.replica)
         if self.capacity is not None:
             self.capacity.up(now_ns, event)
         if self.rollout is not None:
@@ -360,6 +371,8 @@ class Fleet:
         self._stopping.discard(event.replica)
         if self.health is not None:
             self.health.down(now_ns, event.replica)
+        if self.drift is not None:
+            self.drift.renewed(event.replica)
         died = event.reason not in NO_DEATH
         if died:
             key = f"replica {self._name(event.replica)}"
@@ -426,6 +439,7 @@ class Fleet:
             None if alerts is None else alerts.state(now_ns),
             self.looped_ns - now_ns,
             sorted(self._stopping),
+            None if self.drift is None else self.drift.state(now_ns),
         )
 
     def load(self, state: FleetState, now_ns: int) -> None:
@@ -438,6 +452,8 @@ class Fleet:
             self.rollout.load(state.rollout, now_ns)
         if self.alerts is not None and state.alerts is not None:
             self.alerts.load(state.alerts, now_ns)
+        if self.drift is not None and state.drift is not None:
+            self.drift.load(state.drift, now_ns)
         self.looped_ns = state.looped_ns + now_ns
         self._stopping = set(state.stopping)
         self._flag_hosts(self._queue.gone)

@@ -142,6 +142,7 @@ class Service:
             "health": self._fleet.health,
             "capacity": self._fleet.capacity,
             "rollout": self._fleet.rollout,
+            "drift": self._fleet.drift,
             "alerts": self._fleet.alerts,
         }
         return {name: one for name, one in every.items() if one is not None}
@@ -712,7 +713,7 @@ class Service:
         return decisions
 
     def _checked_switch(self, event: PolicySwitched) -> Parameters:
-        if event.old != canonical(self.parameters):
+        if not self._in_force(event.old):
             raise Illegal("the policy that was to be switched from is not the one in force")
         try:
             new = from_canonical(event.new)
@@ -721,6 +722,15 @@ class Service:
         if new.discipline != "tiered":
             raise Illegal(f"a switch to discipline {new.discipline} needs a restart")
         return new
+
+    def _in_force(self, text: str) -> bool:
+        """Is it the policy that rules? A log from before a section was added is without it."""
+        if text == canonical(self.parameters):
+            return True
+        try:
+            return from_canonical(text) == self.parameters
+        except (msgspec.ValidationError, msgspec.DecodeError):
+            return False
 
     def _back(self, now_ns: int, event: Restored) -> Sequence[Decision]:
         """After a crash: what was open is lost, and replicas count again when they come up."""

@@ -68,7 +68,8 @@ def arrived(request: int, tokens: int = 250, **changes: Any) -> Arrived:
 QUEUE_ALONE: dict[str, Any] = {
     name: {"enabled": False}
     for name in (
-        "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "alerts",
+        "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "drift",
+        "alerts",
     )
 }  # fmt: skip
 """Sections of a policy file that leave the tiered queue to itself."""

@@ -48,7 +48,7 @@ def tables(status: Status) -> Iterator[RenderableType]:
 def replicas(status: Status) -> Table:
     """Where each server stands."""
     table = _table("replicas", "name", "state", "rotation", "open", "engine waits", "KV %",
-                   "network ms", "model")  # fmt: skip
+                   "network ms", "drift %", "model")  # fmt: skip
     for row in status.replicas:
         table.add_row(
             row.name,
@@ -58,6 +58,7 @@ def replicas(status: Status) -> Table:
             _known(row.waiting, str(row.waiting)),
             _known(row.kv_used_permille, f"{row.kv_used_permille / 10:.1f}"),
             _ms(row.network_ms),
+            "-" if row.drift_permille is None else f"{row.drift_permille / 10:+.1f}",
             _model(row),
         )
     return table

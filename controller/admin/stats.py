@@ -7,8 +7,9 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from controller.listener import Listener
+from controller.telemetry.drifts import Drifts
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled
-from policy.events import ReplicaDown, ReplicaUp, Scraped
+from policy.events import ReplicaDown, ReplicaUp, Scraped, StepsRead
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +61,7 @@ class Stats(Listener):
         """The last move of each breaker, and when it was made on the log's clock."""
         self.rotation: dict[int, tuple[Rotated, int]] = {}
         self.scraped: dict[int, tuple[Scraped, int]] = {}
+        self.drifts = Drifts()
         self.scaled: dict[str, Scaled] = {}
         self._now_ns = 0
 
@@ -98,9 +100,13 @@ class Stats(Listener):
         kind = type(event)  # three events a request come by here: `isinstance` costs more
         if kind is Scraped:
             self.scraped[event.replica] = (event, now_ns)  # type: ignore[union-attr, assignment]
+        elif kind is StepsRead:
+            self.drifts.read(event)  # type: ignore[arg-type]
         elif kind is ReplicaUp:
             self.rotation.pop(event.replica, None)  # type: ignore[union-attr]
+            self.drifts.renewed(event.replica)  # type: ignore[union-attr]
         elif kind is ReplicaDown:
+            self.drifts.renewed(event.replica)  # type: ignore[union-attr]
             self.scraped.pop(event.replica, None)  # type: ignore[union-attr]
 
     def _forget_a_breaker(self) -> None:

@@ -58,6 +58,9 @@ class ReplicaView(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     version: str = ""
     domain: str = ""
+    drift_permille: int | None = None
+    """By how much its last steps took longer than its profile says (below 0: shorter); null: they
+    are not recorded, or none was read yet."""
 
 
 class TierView(msgspec.Struct, frozen=True):
@@ -227,6 +230,7 @@ def _replica(replica: Replica, stats: Stats, now_ns: int) -> ReplicaView:
         models=() if spec is None else spec.models,
         version="" if spec is None else spec.version,
         domain="" if spec is None else spec.domain,
+        drift_permille=stats.drifts.permille(replica.id),
     )
 
 

@@ -17,11 +17,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from controller.listener import Listener
+from controller.telemetry.drifts import Drifts
 from controller.telemetry.fairness import Fairness
 from controller.telemetry.tallies import NS_PER_S, OTHER, Counter, Histogram, Names
 from controller.telemetry.timing import HOPS
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Verify
-from policy.events import Event, Failed, ReplicaDown, ReplicaUp, Scraped
+from policy.events import Event, Failed, ReplicaDown, ReplicaUp, Scraped, StepsRead
 from policy.outcomes import CALLERS_FAULT
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class Metrics(Listener):
         self._on_event: dict[type[Event], Callable[[int, Any], None]] = {
             Failed: self._failed,
             Scraped: self._scraped,
+            StepsRead: self._steps_read,
             ReplicaUp: self._up,
             ReplicaDown: self._down,
         }
@@ -306,6 +308,7 @@ class Metrics(Listener):
             return
         self._replicas[event.replica] = name
         self._rotations[event.replica] = "in"
+        self._drifts.renewed(event.replica)
         for model in event.models:
             if len(self._served) < MODELS_MOST:
                 self._served.add(model)
@@ -314,6 +317,7 @@ class Metrics(Listener):
         if event.replica in self._replicas:
             self._rotations[event.replica] = "down"
             self._scrapes.pop(event.replica, None)
+            self._drifts.renewed(event.replica)
 
     def _rotated(self, decision: Rotated) -> None:
         name = self._replicas.get(decision.replica)
@@ -324,6 +328,12 @@ class Metrics(Listener):
     def _scraped(self, now_ns: int, event: Scraped) -> None:
         if event.replica in self._replicas:
             self._scrapes[event.replica] = (now_ns, event)
+
+    def _steps_read(self, now_ns: int, event: StepsRead) -> None:
+        name = self._replicas.get(event.replica)
+        if name is not None:
+            self._drifts.read(event)
+            self._steps.add((name,), event.steps)
 
     def _failed(self, now_ns: int, event: Failed) -> None:
         self._errors.add((event.kind, self._replicas.get(event.replica, OTHER)))
@@ -364,6 +374,7 @@ class Metrics(Listener):
         self._replicas: dict[int, str] = {}
         self._rotations: dict[int, str] = {}
         self._scrapes: dict[int, tuple[int, Scraped]] = {}
+        self._drifts = Drifts()
         self._served: set[str] = set()
         self._breakers: dict[str, BreakerState] = {}
         self._wanted: dict[str, int] = {}
@@ -385,6 +396,9 @@ class Metrics(Listener):
         self._failures = counter("failures", "Requests that failed, by kind of error", "kind")
         self._dispatches = counter("dispatches", "Calls to replicas", "replica")
         self._retries = counter("retries", "Calls to replicas after a request's first")
+        self._steps = counter(
+            "replica_steps", "Engine steps held against the replica's profile", "replica"
+        )
         self._errors = counter("errors", "Calls to replicas that failed", "kind", "replica")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts", "model")
         self._cached_tokens = counter("cached_tokens", "Of these, found in a cache", "model")
@@ -520,6 +534,13 @@ class Metrics(Listener):
                 name: (now_ns - at_ns + event.age_ns) / NS_PER_S
                 for name, (at_ns, event) in scrapes.items()
             },
+        )  # fmt: skip
+
+        drifts = {id: self._drifts.permille(id) for id in names}
+        yield _gauge(
+            "replica_drift_ratio", "By how much its last steps took longer than its profile says",
+            label,
+            {(names[id],): drift / PERMILLE for id, drift in drifts.items() if drift is not None},
         )  # fmt: skip
 
     def _of_service(self, now_ns: int) -> Iterator[Metric]:

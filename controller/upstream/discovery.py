@@ -60,8 +60,8 @@ async def describe(replica: Replica, upstream: Upstream) -> ReplicaUp:
     return (await described(replica, upstream))[0]
 
 
-async def described(replica: Replica, upstream: Upstream) -> tuple[ReplicaUp, Page]:
-    """The same, and the page of metrics that it was read from."""
+async def described(replica: Replica, upstream: Upstream) -> tuple[ReplicaUp, Page, StepCost]:
+    """The same, the page of metrics that it was read from, and its profile's step times."""
     cards = await cards_of(replica)
     status, metrics = await fetch(replica, "/metrics")
     if status != 200:
@@ -78,9 +78,9 @@ async def described(replica: Replica, upstream: Upstream) -> tuple[ReplicaUp, Pa
         upstream.max_num_batched_tokens or flags.max_num_batched_tokens,
         max(1, base.max_model_len or flags.max_model_len),
     )
+    cost = StepCost.from_profile(match.profile)
     up = announce(
-        replica.id, replica.name, match.profile, match.model,
-        StepCost.from_profile(match.profile), sizes,
+        replica.id, replica.name, match.profile, match.model, cost, sizes,
         models=_names(cards),
         version=version_of(cards, upstream),
         domain=upstream.domain,
@@ -89,7 +89,7 @@ async def described(replica: Replica, upstream: Upstream) -> tuple[ReplicaUp, Pa
     )  # fmt: skip
     if match.note:
         log.info("%s: %s (else: %s)", replica.name, match.note, advice(replica.url))
-    return up, parse(metrics)
+    return up, parse(metrics), cost
 
 
 async def cards_of(replica: Replica) -> list[Card]:

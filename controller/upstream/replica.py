@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from controller.config import Upstream
+    from policy.cost import StepCost
     from policy.events import ReplicaUp
 
 PLAIN = {"Accept-Encoding": "identity"}
@@ -24,7 +25,7 @@ class Replica:
     """One server. Its numbers are kept by whoever finds them out; nothing is decided here."""
 
     __slots__ = (
-        "_urls", "attempts", "handling_ns", "id", "name", "network_ns", "session", "spec",
+        "_urls", "attempts", "cost", "handling_ns", "id", "name", "network_ns", "session", "spec",
         "streams", "tokens", "up", "upstream", "url",
     )  # fmt: skip
 
@@ -40,6 +41,8 @@ class Replica:
         """``ReplicaUp`` was fed, and no ``ReplicaDown`` since."""
         self.spec: ReplicaUp | None = None
         """What was last said of it."""
+        self.cost: StepCost | None = None
+        """Of its steps, by its profile."""
         self.tokens = 0
         """Output tokens seen from it, or known by its metrics; only ever rises."""
         self.network_ns = -1

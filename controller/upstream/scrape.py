@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import aiohttp
 
-from policy.events import Scraped
+from controller.upstream.steps import StepReader
+from policy.events import Scraped, StepsRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from controller.upstream.replica import Replica
+    from controller.upstream.steps import Sums
     from policy.events import Event
 
 NS_PER_S = 1_000_000_000
@@ -36,6 +38,7 @@ COMPLAIN_S = 60.0
 ANSWERLESS = (TimeoutError, aiohttp.ClientError, OSError)
 
 _LABEL = re.compile(rb'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
 _GZIP = b"\x1f\x8b"
 
 log = logging.getLogger(__name__)
@@ -56,6 +59,8 @@ class Page(NamedTuple):
     """Output tokens since the server started."""
     started_s: float | None = None
     """When the server's process started, since 1970."""
+    steps: tuple[str, ...] = ()
+    """Files on the server's machine in which its engines record their steps."""
 
 
 class CacheConfig(NamedTuple):
@@ -84,6 +89,7 @@ def parse(body: bytes) -> Page:
         _total(body, b"vllm:num_preemptions_total"),
         _total(body, b"vllm:generation_tokens_total"),
         started[0] if started else None,
+        _steps_paths(body),
     )
 
 
@@ -95,6 +101,15 @@ def cache_config(body: bytes) -> CacheConfig:
         blocks += _whole(labels.get(b"num_gpu_blocks", b""))
         block_tokens = _whole(labels.get(b"block_size", b"")) or block_tokens
     return CacheConfig(blocks, block_tokens)
+
+
+def _steps_paths(body: bytes) -> tuple[str, ...]:
+    """What ``twinkeel_steps_info`` of the plug-in for vLLM says."""
+    paths: list[str] = []
+    for line in _lines(body, b"twinkeel_steps_info"):
+        text = dict(_LABEL.findall(line)).get(b"path", b"").decode(errors="replace")
+        paths.append(_ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], text))
+    return tuple(path for path in paths if path.startswith("/"))
 
 
 def _lines(body: bytes, name: bytes) -> list[bytes]:
@@ -181,7 +196,7 @@ def told(error: BaseException) -> str:
 class _Known:
     """What is kept of one replica between two readings."""
 
-    __slots__ = ("asked_ns", "base", "complained_ns", "counted_ns")
+    __slots__ = ("asked_ns", "base", "complained_ns", "counted_ns", "reading", "steps")
 
     def __init__(self) -> None:
         self.asked_ns = -1
@@ -191,13 +206,16 @@ class _Known:
         self.counted_ns = -1
         """When they were last told."""
         self.complained_ns: int | None = None
+        self.steps: StepReader | None = None
+        """Follows its step records, in its present life."""
+        self.reading: asyncio.Future[Sums] | None = None
 
 
 class Scraper:
     """Reads the metrics of every replica that is up, again and again.
 
     ``paged(replica, page, asked_ns)`` hears of each page, with the time (of the monotonic clock)
-    at which it was asked for.
+    at which it was asked for. ``logprobs``: every request is asked for them.
     """
 
     def __init__(
@@ -205,7 +223,9 @@ class Scraper:
         fleet: Fleet,
         scrape_s: float,
         paged: Callable[[Replica, Page, int], object] | None = None,
+        logprobs: bool = False,
     ) -> None:
+        self._logprobs = logprobs
         self._fleet = fleet
         self._scrape_s = scrape_s
         self._paged = paged
@@ -226,6 +246,9 @@ class Scraper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for known in self._known.values():
+            if known.steps is not None and (known.reading is None or known.reading.done()):
+                known.steps.close()
 
     async def _run(self, replica: Replica, first_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -255,6 +278,30 @@ class Scraper:
         if running is not None and waiting is not None and used is not None:
             preemptions = page.preemptions or 0
             self._fleet.feed(Scraped(replica.id, running, waiting, used, preemptions, age_ns))
+        await self._read_steps(replica, known, page.steps)
+
+    async def _read_steps(self, replica: Replica, known: _Known, said: tuple[str, ...]) -> None:
+        """Tell the policy what its steps took and should have, where it records them here."""
+        spec, given = replica.spec, replica.upstream.steps
+        if spec is None or replica.cost is None or not (said or given):
+            return
+        if known.reading is not None and not known.reading.done():
+            return  # a disk that hangs
+        if known.steps is None or known.steps.spec is not spec:
+            if known.steps is not None:
+                known.steps.close()
+            known.steps = StepReader(replica.name, spec, replica.cost, given, self._logprobs)
+        # In a thread: a full scrape's worth of rows takes milliseconds, a slow disk takes longer.
+        reading = asyncio.ensure_future(asyncio.to_thread(known.steps.read, said))
+        known.reading = reading
+        await asyncio.wait({reading}, timeout=SCRAPE_S_MOST)
+        if not reading.done():
+            return
+        sums = reading.result()
+        if sums.steps and replica.up and replica.spec is spec:
+            self._fleet.feed(
+                StepsRead(replica.id, sums.steps, sums.measured_ns // 1000, sums.predicted_us)
+            )
 
     async def read_progress(self, replica: Replica) -> int | None:
         """How many output tokens are known of it; None: it did not answer in time, or has no count.

@@ -27,6 +27,7 @@ from policy.events import ReplicaDown
 if TYPE_CHECKING:
     from controller.upstream.replica import Replica
     from controller.upstream.scrape import Fleet
+    from policy.cost import StepCost
     from policy.events import ReplicaUp
 
 DESCRIBE_S_MOST = 10.0
@@ -145,7 +146,7 @@ class Watcher:
         asked_ns = time.monotonic_ns()
         try:
             async with asyncio.timeout(DESCRIBE_S_MOST):
-                up, watch.page = await described(replica, replica.upstream)
+                up, watch.page, cost = await described(replica, replica.upstream)
         except (DiscoveryError, *ANSWERLESS) as error:
             self._say(replica, watch, error)
             return
@@ -156,10 +157,11 @@ class Watcher:
         for _ in range(PINGS_AT_FIRST):
             await self._ping(replica, watch)
         if not watch.refused:
-            self._up(replica, up)
+            self._up(replica, up, cost)
 
-    def _up(self, replica: Replica, up: ReplicaUp) -> None:
+    def _up(self, replica: Replica, up: ReplicaUp, cost: StepCost) -> None:
         replica.spec = up
+        replica.cost = cost
         replica.up = True
         try:
             self._fleet.feed(up)

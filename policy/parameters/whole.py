@@ -12,6 +12,7 @@ from policy.parameters.breakers import Breakers
 from policy.parameters.capacity import Capacity
 from policy.parameters.chains import Chains
 from policy.parameters.confidence import Confidence
+from policy.parameters.drift import Drift
 from policy.parameters.health import Health
 from policy.parameters.limits import Limits
 from policy.parameters.placement import Placement
@@ -66,6 +67,7 @@ class Parameters(Section, frozen=True, forbid_unknown_fields=True):
     placement: Placement = msgspec.field(default_factory=Placement)
     rollout: Rollout = msgspec.field(default_factory=Rollout)
     alerts: Alerts = msgspec.field(default_factory=Alerts)
+    drift: Drift = msgspec.field(default_factory=Drift)
 
 
 def canonical(parameters: Parameters) -> str:

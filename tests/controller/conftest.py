@@ -1,9 +1,13 @@
-"""Two served twins for each worker, and controllers that are audited when a test ends."""
+"""Two served twins for each worker, controllers that are audited when a test ends, and somebody who
+listens to alerts."""
 
 from __future__ import annotations
 
+import json
+import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,3 +40,25 @@ def controllers(tmp_path: Path) -> Iterator[Controllers]:
     started = Controllers(tmp_path)
     yield started
     started.close()
+
+
+@pytest.fixture
+def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Somebody who listens, and what was told."""
+    told: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/alerts", told
+        server.shutdown()
+        thread.join(5)

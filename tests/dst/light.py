@@ -38,6 +38,7 @@ from policy.events import (
     ReplicaUp,
     Restored,
     Scraped,
+    StepsRead,
     Verified,
     Warmed,
 )
@@ -247,6 +248,11 @@ class LightFleet:
         for number, server in self.servers.items():
             running = len(server.runs)
             self.feed(Scraped(number, running, running // 4, min(1000, running * 50), 0, 10 * MS))
+            steps = 100 + self.now_ns // MS % 200
+            predicted_us = steps * STEP_NS // 1000
+            wobble_us = predicted_us * (self.now_ns // 1000 % 21) // 100  # up to a fifth
+            measured_us = predicted_us * server.slow + wobble_us
+            self.feed(StepsRead(number, steps, measured_us, predicted_us))
 
     def read_gpus(self) -> None:
         draw = self.rng.randrange

@@ -1,5 +1,6 @@
 """Invariants of what single mechanisms promise, seen in a decision log alone: breakers keep shut,
-chains keep their budget, second runs keep to theirs, a full replica is left alone for a while.
+chains keep their budget, second runs keep to theirs, a full replica is left alone for a while,
+only what was measured is called a drift.
 
 Where a policy switch changes a mechanism's parameters it begins anew, and so does its rule here.
 """
@@ -9,8 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from policy.decisions import BreakerMoved, Dispatch, Rotated, Settled, Verify
-from policy.events import Arrived, CheckpointSaved, Finished, PolicySwitched
+from policy.decisions import Alert, BreakerMoved, Dispatch, Rotated, Settled, Verify
+from policy.events import (
+    Arrived,
+    CheckpointSaved,
+    Finished,
+    PolicySwitched,
+    ReplicaDown,
+    ReplicaUp,
+    Restored,
+    StepsRead,
+)
 from policy.parameters import from_canonical
 from tests.dst.rules import NS_PER_MS, Broken, Decisions, Rule
 
@@ -247,6 +257,64 @@ class SecondRunsKeepToBudget(Rule):
             )
 
 
+class DriftIsMeasured(Rule):
+    """A replica is said to have drifted only when its steps are read, after as many of them as the
+    samples need, and if some of what was read lies as far from the prediction as the alarm.
+
+    A sample's ratio lies between those of the readings in it, so one of these must be beyond the
+    limit, in the direction that is told. What was told once, and may not be over, is told again
+    from the lower limit on.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._read: dict[int, list[StepsRead]] = {}
+        self._told: set[int] = set()
+        self._now: StepsRead | None = None
+
+    def before(self, now_ns: int, event: Event) -> None:
+        self._now = None
+        if isinstance(event, StepsRead):
+            replica = self.ledger.replicas.get(event.replica)
+            if replica is not None and replica.ready and event.predicted_us > 0:
+                self._read.setdefault(event.replica, []).append(event)
+                self._now = event
+        elif isinstance(event, ReplicaUp | ReplicaDown):
+            self._read.pop(event.replica, None)
+        elif isinstance(event, Restored) or (
+            isinstance(event, PolicySwitched) and _drift_differs(event)
+        ):
+            self._read.clear()
+
+    def decided(self, now_ns: int, decision: Decision) -> None:
+        if not (isinstance(decision, Alert) and decision.key.startswith("drift ")):
+            return
+        event = self._now
+        if event is None:
+            raise Broken(f"no steps of a replica that is up were read: {decision}")
+        name = self.ledger.replicas[event.replica].spec.name
+        if decision.key != f"drift {name}":
+            raise Broken(f"the steps of {name} were read: {decision}")
+        section, read = self.ledger.parameters.drift, self._read[event.replica]
+        steps = sum(each.steps for each in read)
+        if steps < section.steps_least * section.samples_least:
+            raise Broken(f"only {steps} steps were read: {decision}")
+        drift = dict(decision.figures)["drift_permille"]
+        told = event.replica in self._told
+        limit = section.recover_permille if told else section.alarm_permille
+        self._told.add(event.replica)
+        if abs(drift) < limit:
+            raise Broken(f"told from {limit} per mille on: {decision}")
+        off = [each.measured_us * 1000 // each.predicted_us - 1000 for each in read]
+        if not min(off) <= drift <= max(off):
+            raise Broken(f"readings are off by {min(off)} to {max(off)} per mille: {decision}")
+
+
+def _drift_differs(event: PolicySwitched) -> bool:
+    old, new = _both(event)
+    return old.drift != new.drift
+
+
 def _chains_differ(event: PolicySwitched) -> bool:
     old, new = _both(event)
     return old.chains != new.chains
@@ -261,4 +329,4 @@ def _both(event: PolicySwitched) -> tuple[Parameters, Parameters]:
     return from_canonical(event.old), from_canonical(event.new)
 
 
-PROMISES = (BreakersHold, PausesHold, ChainsKeepTime, SecondRunsKeepToBudget)
+PROMISES = (BreakersHold, PausesHold, ChainsKeepTime, SecondRunsKeepToBudget, DriftIsMeasured)

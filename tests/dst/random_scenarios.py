@@ -95,6 +95,8 @@ def _policy(rng: random.Random, features: frozenset[str]) -> Parameters:
     fixed: dict[str, Any] = {
         name: {"replicas_max": 4096} for name in ("health", "capacity", "rollout")
     }
+    # In seconds of run, a drift shows in fewer readings than in a day.
+    fixed["drift"] = {"sample_ms": 0, "samples_least": 2}
     fixed["tiers"] = {"turbo_max_tflop": 15, "stable_max_tflop": 60}
     if "lighter" in features:
         fixed["tiers"]["fallback_model"] = rng.choice(MODELS)

@@ -18,6 +18,7 @@ from policy.events import (
     FirstToken,
     ReplicaDown,
     Scraped,
+    StepsRead,
     Ticked,
 )
 from tests.policy_support import MS, Checked, S, arrived, parameters, up
@@ -123,6 +124,13 @@ class Contract(RuleBasedStateMachine):
     def scrape(self, replica: int, waiting: int, age: int) -> None:
         self.checked.feed(Scraped(replica, 1, waiting, 500, 0, age))
 
+    @rule(
+        replica=REPLICAS, gap=GAPS, steps=st.integers(0, 500),
+        permille=st.sampled_from((0, 700, 1000, 1300)),
+    )  # fmt: skip
+    def read_steps(self, replica: int, gap: int, steps: int, permille: int) -> None:
+        self.checked.feed(StepsRead(replica, steps, 5 * steps * permille, 5000 * steps), gap)
+
     @rule(replica=st.integers(0, 5), request=st.integers(0, 50), data=st.data())
     def anything(self, replica: int, request: int, data: st.DataObject) -> None:
         """Events that may be legal, late or impossible; the driver learns what they mean."""
@@ -142,6 +150,8 @@ class Contract(RuleBasedStateMachine):
                     ReplicaDown(9, "never there"),
                     Scraped(9, 0, 0, 0, 0, 0),
                     Scraped(0, -1, 0, 0, 0, 0),
+                    StepsRead(0, -1, 0, 0),
+                    StepsRead(9, 1, 1, 1),
                     up(replica, max_num_seqs=0),
                     up(replica, cost=(-1, 0, 0, 0, 0, 0)),
                 )

@@ -60,7 +60,8 @@ SWIFT_BREAKERS = {
     ]
 }  # fmt: skip
 MECHANISMS = (
-    "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "alerts",
+    "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "drift",
+    "alerts",
 )  # fmt: skip
 POLICIES: tuple[Parameters, ...] = (
     parameters(),

@@ -22,6 +22,7 @@ from policy.events import (
     Progress,
     RolloutRequested,
     Standby,
+    StepsRead,
     Warmed,
 )
 from policy.parameters import Parameters
@@ -294,10 +295,28 @@ class UseAlerts(Use):
         return list(self.mechanism.raised(now_ns, key, "cause", (("bad", 3),), "none"))
 
 
+class UseDrift(Use):
+    def __init__(self, mechanism: Any, seed: int) -> None:
+        super().__init__(mechanism, seed)
+        self.calls = [self.read, self.read, self.read, self.renew, self.ask, self.tick]
+
+    def read(self, now_ns: int) -> object:
+        draw = self.rng.randrange
+        number = self.replica()
+        event = StepsRead(number, draw(400), draw(3_000_000), draw(2_000_000))
+        return list(self.mechanism.read(now_ns, event, f"r{number}"))
+
+    def renew(self, now_ns: int) -> object:
+        return self.rng.random() < 0.2 and self.mechanism.renewed(self.replica())
+
+    def ask(self, now_ns: int) -> object:
+        return self.mechanism.permille_of(self.replica())
+
+
 USES: dict[str, type[Use]] = {
     "limits": UseLimits, "breakers": UseBreakers, "confidence": UseConfidence,
     "chains": UseChains, "health": UseHealth, "rollout": UseRollout, "capacity": UseCapacity,
-    "alerts": UseAlerts,
+    "alerts": UseAlerts, "drift": UseDrift,
 }  # fmt: skip
 TIGHT: dict[str, dict[str, Any]] = {
     "limits": {"user_per_s": 2, "session_per_s": 3, "parked_max": 20, "open_max": 60},
@@ -305,6 +324,7 @@ TIGHT: dict[str, dict[str, Any]] = {
     "chains": {"chains_max": 3},
     "health": {"replicas_max": 4, "in_flight_max": 8},
     "capacity": {"replicas_max": 4},
+    "drift": {"replicas_max": 4, "steps_least": 150},
 }
 """Small bounds, where there are any, so that random use comes up against them."""
 

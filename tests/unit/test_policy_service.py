@@ -40,6 +40,7 @@ from policy.events import (
     Restored,
     RolloutRequested,
     Standby,
+    StepsRead,
     Ticked,
     Verified,
     Warmed,
@@ -419,6 +420,7 @@ def test_after_a_crash_everything_open_is_settled_as_lost() -> None:
         GpuRead(9, 1, 0, 0, 0, 0, False, 0), Standby(0, "up already", (), S),
         Standby(-1, "x", (), S), Restored(-1), Forecasted((S,), (1, 2), (1,), (1,), (1,)),
         GpuFault(9, "ecc_correctable"), Failed(0, 1, "timeout"), FirstToken(0, 1),
+        StepsRead(0, -1, 0, 0), StepsRead(0, 1, 1 << 41, 1), StepsRead(9, 1, 1, 1),
     ],
 )  # fmt: skip
 def test_what_cannot_be_changes_nothing(event: Any) -> None:

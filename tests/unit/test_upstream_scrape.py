@@ -5,19 +5,39 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from controller.upstream import scrape
 from controller.upstream.replica import Replica
 from controller.upstream.scrape import CacheConfig, Page, PageError, Scraper, cache_config, parse
-from policy.events import Scraped
+from controller.upstream.steps import Sums
+from policy.cost import StepCost
+from policy.events import Scraped, StepsRead
+from tests.policy_support import up
 from tests.upstream_support import Driver, page, served
+from traces.steps import Header, ServerSettings, StepRow, encode_header, encode_row
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_the_needed_figures_are_found_among_hundreds_of_lines() -> None:
     assert parse(page().encode()) == Page(3, 1, 250, 7, 1234, 1.7959917904e09)
     assert cache_config(page().encode()) == CacheConfig(256, 128)
+
+
+def test_where_steps_are_recorded_is_found() -> None:
+    lines = (
+        'twinkeel_steps_info{engine="0",path="/tmp/a b/steps-1-0.jsonl"} 1.0\n'
+        'twinkeel_steps_info{engine="1",path="/q\\\\\\"/steps-1-1.jsonl"} 1.0\n'
+        'twinkeel_steps_info{engine="2",path="relative/steps-1-2.jsonl"} 1.0\n'
+        'twinkeel_steps_info{engine="3"} 1.0\n'
+    )
+    paths = ("/tmp/a b/steps-1-0.jsonl", '/q\\"/steps-1-1.jsonl')
+    assert parse(lines.encode()) == Page(steps=paths)
 
 
 def test_an_empty_or_foreign_page_says_nothing() -> None:
@@ -277,5 +297,79 @@ def test_an_answer_of_a_server_that_went_down_meanwhile_is_dropped() -> None:
             replica.up = False
             await reading
             assert driver.events == []
+
+    asyncio.run(main())
+
+
+# Step records
+
+
+def tells_steps(replica: Replica) -> Driver:
+    replica.spec = up(models=("tiny",))
+    replica.cost = StepCost(5_000_000 * 1024, 0, 0, 0, 0, 0)
+    return brought_up(replica)
+
+
+def record(path: Path, numbers: range) -> None:
+    """Steps that take 6.5 ms, 30 % more than they should."""
+    with path.open("ab") as file:
+        if not file.tell():
+            told = ServerSettings(served_model="tiny", block_tokens=16, kv_blocks=1000)
+            file.write(
+                encode_header(Header(1, "vllm-steps", "0.32.0", "0.1.0", 0, 0, 0, True, told))
+            )
+        for number in numbers:
+            at_ns = number * 6_500_000
+            row = StepRow(at_ns, number, 0, 0, 1, 1, 1, 0, 100_000, 0, 6_500_000)
+            file.write(encode_row(row))
+
+
+def test_what_steps_took_is_told_beside_the_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "steps-7-0.jsonl"
+
+    async def main() -> None:
+        async with served() as (server, replica):
+            driver = tells_steps(replica)
+            scraper = Scraper(driver, 5.0)
+            server.metrics = page() + f'twinkeel_steps_info{{engine="0",path="{path}"}} 1.0\n'
+            await scraper.scrape(replica)
+            record(path, range(100))
+            await scraper.scrape(replica)
+            assert not [each for each in driver.events if isinstance(each, StepsRead)], "it waits"
+            await scraper.scrape(replica)
+            (read,) = [each for each in driver.events if isinstance(each, StepsRead)]
+            assert read == StepsRead(0, 100, 650_000, 500_000)
+            replica.spec = up(models=("tiny",))  # another life begins with what is in the file
+            await scraper.scrape(replica)
+            await scraper.scrape(replica)
+            assert driver.events[-1] == read
+            await scraper.close()
+
+    asyncio.run(main())
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "SCRAPE_S_MOST", 0.05)
+    reads: list[float] = []
+
+    class Slow(scrape.StepReader):
+        def read(self, said: object) -> object:  # type: ignore[override]
+            reads.append(time.monotonic())
+            time.sleep(0.4)
+            return scrape_sums
+
+    scrape_sums = Sums(1, 1, 1)
+    monkeypatch.setattr(scrape, "StepReader", Slow)
+
+    async def main() -> None:
+        async with served(steps=str(tmp_path)) as (_, replica):
+            driver = tells_steps(replica)
+            scraper = Scraper(driver, 5.0)
+            for _ in range(3):
+                await scraper.scrape(replica)
+            assert [type(each) for each in driver.events] == [Scraped] * 3
+            assert len(reads) == 1
 
     asyncio.run(main())
