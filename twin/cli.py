@@ -15,11 +15,14 @@ from policy.parameters import Parameters, render
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.progress import Progress
+
     from traces import Trace
     from twin.fleet import ReplicaSpec
     from twin.replay import Replay, ReplayOptions
     from twin.summary import Slo
 
+RUNS_MOST = 10_000
 REPLAY_HELP = """Replay TRACE through simulated vLLM replicas, under one policy or several.
 
 TRACE is a trace file (Parquet; make one with `twinkeel trace import` or `generate`) or a shipped
@@ -33,6 +36,7 @@ Examples:
   twinkeel replay week.parquet --profile h100-sxm/qwen3-8b --replicas 8 --policy mine.yaml
   twinkeel replay shipped:demo --profile h100-sxm/qwen3-8b --replicas 2 \\
                   --profile h100-sxm/qwen3-embedding-0.6b --replicas 1
+  twinkeel replay shipped:demo --policy fifo --uncertainty 40
 
 With one profile every request goes to it, whatever model it names; with several, each replica
 serves its own model, and embeddings go to the embedding models.
@@ -51,11 +55,14 @@ def plain_errors() -> Iterator[None]:
     from traces import TraceError
     from twin.faults import FaultError
     from twin.fleet import FleetError
+    from twin.intervals import UncertaintyError
     from twin.report import ReportError
 
     try:
         yield
-    except (TraceError, FileError, FleetError, FaultError, ReportError) as error:
+    except (
+        TraceError, FileError, FleetError, FaultError, ReportError, UncertaintyError,
+    ) as error:  # fmt: skip
         raise BadInput(str(error)) from error
     except OSError as error:
         raise BadInput(f"{error.filename or 'output'}: {error.strerror or error}") from error
@@ -88,6 +95,22 @@ def _slo(context: click.Context, parameter: click.Parameter, text: str) -> Slo:
         return Slo.parse(text)
     except ValueError as error:
         raise BadInput(str(error)) from error
+
+
+def _runs(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    from twin.intervals import LEVEL_PERCENT, RUNS_LEAST
+
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise BadInput(f"--uncertainty {text}: that is no number of runs; TRACE goes before it")
+    runs = int(text)
+    if not RUNS_LEAST <= runs <= RUNS_MOST:
+        raise BadInput(
+            f"--uncertainty {runs}: a {LEVEL_PERCENT} % interval takes {RUNS_LEAST} to {RUNS_MOST} "
+            "runs"
+        )
+    return runs
 
 
 def completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
@@ -142,6 +165,16 @@ def completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
     help="Simulate every engine step: the same figures, bit for bit, many times slower.",
 )  # fmt: skip
 @click.option(
+    "--uncertainty", "runs", is_flag=False, flag_value="20", default=None, metavar="[N]",
+    callback=_runs,
+    help="Give every figure a 90 % interval, from N more runs (20 if not said), each with step "
+    "times drawn from what the profiles know of their errors and with a seed of its own.",
+)  # fmt: skip
+@click.option(
+    "--jobs", type=click.IntRange(0, 64), default=0, metavar="N",
+    help="Processes for the runs of --uncertainty; 0: one a core.",
+)  # fmt: skip
+@click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=None, metavar="FOLDER",
     help="Where the report goes.  [default: build/replay/TRACE]",
 )  # fmt: skip
@@ -155,6 +188,8 @@ def replay_command(
     kv_blocks: int,
     log_mode: Any,
     no_skip: bool,
+    runs: int | None,
+    jobs: int,
     out: Path | None,
     quiet: bool,
     **scaling: Any,
@@ -172,10 +207,17 @@ def replay_command(
         loaded = _policies(policies)
         options = ReplayOptions(log=log_mode, skip=not no_skip, **scaling)
         folder = out or Path("build/replay") / trace.path.stem
+        if runs is not None:
+            _check_errors(fleet)
         replays = [
             _replay_one(trace, fleet, name, parameters, options, folder, quiet)
             for name, parameters in loaded
         ]
+        if runs is not None:
+            replays = [
+                _with_intervals(run, trace, parameters, runs, jobs, quiet)
+                for run, (_, parameters) in zip(replays, loaded, strict=True)
+            ]
         write_json(replays, folder / "report.json")
         write_html(replays, folder / "report.html")
     if not quiet:
@@ -194,15 +236,9 @@ def _replay_one(
     folder: Path,
     quiet: bool,
 ) -> Replay:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from twin.replay import replay
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    quiet = quiet or not console.is_terminal
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as bar:
+    with _progress(quiet) as bar:
         task = bar.add_task(f"replay under {name}", total=round(trace.rows * options.scale))
         return replay(
             trace,
@@ -213,6 +249,37 @@ def _replay_one(
             out=folder / name,
             progress=lambda rows: bar.advance(task, rows),
         )
+
+
+def _check_errors(fleet: list[ReplicaSpec]) -> None:
+    """A profile whose errors cannot be drawn is told before anything is played."""
+    from twin.uncertainty import errors_of
+
+    for spec in fleet:
+        errors_of(spec.profile)
+
+
+def _with_intervals(
+    run: Replay, trace: Trace, parameters: Parameters, runs: int, jobs: int, quiet: bool
+) -> Replay:
+    from twin.uncertainty import uncertain_replay
+
+    with _progress(quiet) as bar:
+        task = bar.add_task(f"uncertainty under {run.policy}", total=runs)
+        return uncertain_replay(
+            run, trace, parameters, runs=runs, jobs=jobs, progress=lambda: bar.advance(task)
+        )
+
+
+def _progress(quiet: bool) -> Progress:
+    """A bar on standard error; none if that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal
+    return Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet)
 
 
 @click.group()

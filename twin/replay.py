@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from traces import Trace
     from twin.arrivals import Chunk
     from twin.fleet import ReplicaSpec
+    from twin.intervals import Intervals
     from twin.world import Sample
 
 RESULT_ROWS = 16_384
@@ -75,6 +76,8 @@ class Replay:
     wall_s: float
     cpu_s: float
     peak_mib: float
+    intervals: Intervals | None = None
+    """Of its figures, where they were asked for (``twin.uncertainty``)."""
 
     @property
     def gpu_hours(self) -> float:
@@ -122,6 +125,7 @@ class Replay:
             "wall_s": self.wall_s,
             "cpu_s": self.cpu_s,
             "peak_mib": self.peak_mib,
+            **({"uncertainty": self.intervals.plain()} if self.intervals is not None else {}),
         }  # fmt: skip
 
 

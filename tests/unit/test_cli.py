@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -67,6 +68,9 @@ def test_replay_compares_policies_and_writes_reports(trace: Path, tmp_path: Path
         (("--max-model-len", -5), "-5"),
         (("--replicas", 1, "--replicas", 2), "--replicas"),
         (("--kv-blocks", 1), "kv_blocks is 1"),
+        (("--uncertainty", 5), "takes 19 to"),
+        (("--uncertainty", "many"), "--uncertainty many: that is no number of runs"),
+        (("--jobs", -1), "--jobs"),
     ],
 )
 def test_bad_options_exit_2_and_write_nothing(
@@ -76,6 +80,48 @@ def test_bad_options_exit_2_and_write_nothing(
     result = run("replay", trace, "--out", out, *words)
     assert result.exit_code == 2
     assert said in result.output
+    assert not out.exists()
+
+
+def test_uncertainty_gives_every_figure_an_interval(trace: Path, tmp_path: Path) -> None:
+    words = ("replay", trace, "--policy", "fifo", "--policy", "stable", "--replicas", 1)
+    plain = run(*words, "--out", tmp_path / "plain")
+    result = run(*words, "--out", tmp_path / "out", "--uncertainty", "--jobs", 1)
+    assert (plain.exit_code, result.exit_code) == (0, 0), result.output
+    assert "Intervals hold 90 %, from 20 more runs" in " ".join(result.output.split())
+    assert "Not covered for h100-sxm/qwen3-8b" in " ".join(result.output.split())
+    assert "Intervals" not in plain.output
+    reports = [
+        json.loads((tmp_path / name / "report.json").read_text())["replays"]
+        for name in ("plain", "out")
+    ]
+    machine = {"wall_s", "cpu_s", "peak_mib"}
+    for before, after in zip(*reports, strict=True):
+        said = after.pop("uncertainty")
+        assert {name: before[name] for name in before if name not in machine} == {
+            name: after[name] for name in after if name not in machine
+        }
+        tail = said["intervals"]["by_sla.P0.ttft_s_p95"]
+        assert tail["low"] < tail["high"] == tail["pessimistic"]
+        assert tail["value"] == after["by_sla"]["P0"]["ttft_s_p95"]
+    assert "Intervals hold 90 %" in (tmp_path / "out" / "report.html").read_text()
+    assert "Intervals hold" not in (tmp_path / "plain" / "report.html").read_text()
+
+
+def test_a_profile_whose_covariance_is_none_is_told_before_anything_is_played(
+    trace: Path, tmp_path: Path
+) -> None:
+    text = (resources.files("policy") / "profiles/h100-sxm/qwen3-8b.yaml").read_text()
+    profile = tmp_path / "mine.yaml"
+    profile.write_text(
+        text
+        + "  uncertainty:\n    names: [decode_fixed_ns, prefill_fixed_ns]\n"
+        + "    covariance_ns2: [[1.0, 2.0], [2.0, 1.0]]\n"
+    )
+    out = tmp_path / "out"
+    result = run("replay", trace, "--profile", profile, "--out", out, "--uncertainty")
+    assert result.exit_code == 2
+    assert "covariance_ns2 is no covariance" in result.output
     assert not out.exists()
 
 

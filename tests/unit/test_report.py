@@ -20,8 +20,20 @@ from twin.fleet import fleet_of
 from twin.replay import Replay, replay
 from twin.report import ReportError, table, write_html, write_json
 from twin.report.charts import curve, log_ticks, over_time
-from twin.report.figures import best, differences, duration, overall_rows, share, verdict
+from twin.report.figures import (
+    best,
+    between,
+    count,
+    differences,
+    duration,
+    interval_texts,
+    overall_rows,
+    share,
+    usd,
+    verdict,
+)
 from twin.summary import Histogram, Summary
+from twin.uncertainty import uncertain_replay
 
 ROWS = 400
 NAN = math.nan
@@ -52,6 +64,15 @@ def replays(tmp_path_factory: pytest.TempPathFactory) -> list[Replay]:
     fleet = fleet_of([("h100-sxm/qwen3-8b", 1)])
     return [
         replay(trace, fleet, load_policy(name), policy_name=name) for name in ("fifo", "stable")
+    ]
+
+
+@pytest.fixture(scope="module")
+def unsure(replays: list[Replay], tmp_path_factory: pytest.TempPathFactory) -> list[Replay]:
+    """The same with intervals."""
+    trace = small_trace(tmp_path_factory.mktemp("unsure") / "small.parquet")
+    return [
+        uncertain_replay(run, trace, load_policy(run.policy), runs=19, jobs=1) for run in replays
     ]
 
 
@@ -134,6 +155,61 @@ def test_names_are_not_markup(replays: list[Replay], tmp_path: Path) -> None:
     text = (tmp_path / "odd.html").read_text(encoding="utf-8")
     assert "</script><b>" not in text
     assert "<i>.parquet" not in text
+
+
+def test_table_shows_intervals_below_the_figures(unsure: list[Replay]) -> None:
+    for several in (unsure, [*unsure, *unsure, *unsure]):
+        text = printed(several)
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
+        assert "…" not in text
+        for run in unsure:
+            assert run.intervals is not None
+            known = run.intervals.by_figure["by_sla.P0.ttft_s_p95"]
+            assert between(known.low, known.high, duration) in text
+        assert "Intervals hold 90 %, from 19 more runs" in text
+
+
+def test_page_and_charts_show_intervals(unsure: list[Replay], tmp_path: Path) -> None:
+    write_html(unsure, tmp_path / "r.html")
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    for text in interval_texts(unsure):
+        assert text in page.words
+    for run in unsure:
+        assert run.intervals is not None
+        for figure in ("all.e2e_s_p99", "by_sla.P2.ttft_s_p50", "all.ttft_s_p95"):
+            known = run.intervals.by_figure[figure]
+            assert between(known.low, known.high, duration) in page.words
+    bars = json.loads(page.data)["attainment"]["traces"]
+    whiskers = [bar["error_y"] for bar in bars if "error_y" in bar]
+    assert whiskers
+    assert any("\u2013" in said for bar in bars for said in bar.get("customdata", []))
+    for bar in whiskers:
+        assert all(value >= 0 for value in (*bar["array"], *bar["arrayminus"]))
+
+
+def test_without_intervals_nothing_is_said_of_them(page: Page, replays: list[Replay]) -> None:
+    assert interval_texts(replays) == []
+    assert "ntervals" not in page.words
+    assert "error_y" not in page.data
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "write", "text"),
+    [
+        (0.0812, 0.094, duration, "81.2-94.0 ms"),
+        (0.0004, 0.002, duration, "0.40-2.00 ms"),
+        (0.0, 1.5, duration, "0-1.50 s"),
+        (0.0812, 0.08121, duration, ""),
+        (0.5, math.inf, duration, "≥ 500 ms"),
+        (math.inf, math.inf, duration, "∞"),
+        (0.952, 0.984, share, "95.2-98.4 %"),
+        (0.952, 1.0, share, "95.2-100 %"),
+        (3.0, 1200.0, count, "3-1,200"),
+        (1.3, 1.4, usd, "1.30-1.40 USD"),
+    ],
+)
+def test_an_interval_has_its_unit_once(low: float, high: float, write: Any, text: str) -> None:
+    assert between(low, high, write) == text.replace("-", "\u2013")
 
 
 def test_page_needs_no_network(page: Page) -> None:

@@ -69,6 +69,8 @@ p { margin: 0 0 10px; max-width: 115ch; }
   white-space: nowrap; }
 .kpi .figure.best { color: var(--ink); font-weight: 650; }
 .kpi .figure.only { color: var(--ink); }
+.range { display: block; color: var(--muted); font-size: 12px; font-weight: 400;
+  text-align: right; white-space: nowrap; }
 .row { margin: 14px 0 6px; font-weight: 600; }
 .row span { color: var(--muted); font-weight: 400; }
 .keys { display: flex; flex-wrap: wrap; gap: 3px 16px; font-size: 13.5px; margin: 4px 0 8px; }

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from twin.report.figures import (
     TIERS,
+    between,
     count,
     duration,
     duration_rows,
     group_name,
     group_of,
+    intervals,
     names_in,
     reasons,
     share,
@@ -25,6 +27,7 @@ from twin.results import HOPS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twin.intervals import Interval
     from twin.replay import Replay
     from twin.summary import Group, Histogram
     from twin.world import Sample
@@ -269,8 +272,12 @@ def attainment_bars(replays: Sequence[Replay], labels: Sequence[str]) -> Chart:
     traces: list[Chart] = []
     for place, (replay, label) in enumerate(zip(replays, labels, strict=True)):
         groups = [replay.summary.all, *(group_of(replay, "sla", name) for name in names)]
+        paths = ["all", *(f"by_sla.{name}" for name in names)]
         for suffix, pattern in (("of offered", ""), ("of admitted", "/")):
             values = [_share(group, admitted=bool(pattern)) if group else None for group in groups]
+            figure = "slo_attainment_admitted" if pattern else "slo_attainment"
+            known = [intervals([replay], f"{path}.{figure}")[0] for path in paths]
+            room = "%{customdata}" if any(known) else ""
             traces.append({
                 "type": "bar", "name": f"{label}, {suffix}", "x": shown, "y": values,
                 "marker": {
@@ -278,9 +285,10 @@ def attainment_bars(replays: Sequence[Replay], labels: Sequence[str]) -> Chart:
                     "pattern": {"shape": pattern, "fillmode": "replace", "size": 5},
                     "line": {"color": policy_colour(place), "width": 1},
                 },
-                "text": [_percent(value) for value in values], "textfont": {"size": 10},
+                "text": _labels(values, known), "textfont": {"size": 10},
                 "textposition": "outside", "textangle": 0, "cliponaxis": False,
-                "hovertemplate": f"{label}, %{{x}}: %{{y:.1%}} {suffix}<extra></extra>",
+                "hovertemplate": f"{label}, %{{x}}: %{{y:.1%}}{room} {suffix}<extra></extra>",
+                **_whiskers(values, known),
             })  # fmt: skip
     layout: Chart = {
         "barmode": "group", "bargap": 0.25, "bargroupgap": 0.06, "showlegend": False,
@@ -289,6 +297,32 @@ def attainment_bars(replays: Sequence[Replay], labels: Sequence[str]) -> Chart:
         "xaxis": {"title": {"text": "SLA class"}, "showgrid": False},
     }  # fmt: skip
     return {"traces": traces, "layout": layout, "height": 300}
+
+
+def _whiskers(values: Sequence[float | None], known: Sequence[Interval | None]) -> Chart:
+    """Of a bar chart, from the bars' ends to those of their intervals; nothing without any."""
+    if not any(known):
+        return {}
+    pairs = list(zip(values, known, strict=True))
+    said = [between(one.low, one.high, share) if one else "" for one in known]
+    return {
+        "customdata": [f" ({text})" if text else "" for text in said],
+        "error_y": {
+            "type": "data", "symmetric": False, "color": "--ink", "thickness": 1, "width": 3,
+            "array": [one.high - value if one and value is not None else 0.0
+                      for value, one in pairs],
+            "arrayminus": [value - one.low if one and value is not None else 0.0
+                           for value, one in pairs],
+        }
+    }  # fmt: skip
+
+
+def _labels(values: Sequence[float | None], known: Sequence[Interval | None]) -> list[str]:
+    """Of a bar chart; a whisker stands where its bar's label would."""
+    return [
+        "" if one and one.low < one.high else _percent(value)
+        for value, one in zip(values, known, strict=True)
+    ]
 
 
 def _percent(value: float | None) -> str:

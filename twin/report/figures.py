@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from twin.intervals import LEVEL_PERCENT
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from twin.intervals import Interval
     from twin.replay import Replay
     from twin.summary import Group
 
@@ -41,9 +44,19 @@ class Row:
     write: Callable[[float], str]
     better: Better = "neither"
     note: str = ""
+    intervals: tuple[Interval | None, ...] = ()
+    """Empty, or one of each replay; None where it has none."""
 
     def texts(self) -> list[str]:
         return [NONE if math.isnan(value) else self.write(value) for value in self.values]
+
+    def ranges(self) -> list[str]:
+        """The intervals; empty where there is none, or where it is of no width."""
+        known = self.intervals or (None,) * len(self.values)
+        return [
+            "" if interval is None else between(interval.low, interval.high, self.write)
+            for interval in known
+        ]
 
     def best(self) -> frozenset[int]:
         return best(self.values, self.better)
@@ -86,10 +99,30 @@ def duration(seconds: float) -> str:
     """Three digits and a unit: 412 µs, 81.2 ms, 1.24 s."""
     if seconds == 0:
         return "0 ms"
+    factor, unit = _unit(seconds)
+    return f"{_three(seconds * factor)} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
     for limit, factor, unit in ((0.0009995, 1e6, "µs"), (0.9995, 1e3, "ms")):
         if seconds < limit:
-            return f"{_three(seconds * factor)} {unit}"
-    return f"{_three(seconds)} s"
+            return factor, unit
+    return 1.0, "s"
+
+
+def between(low: float, high: float, write: Callable[[float], str]) -> str:
+    """An interval, its unit once: 81.2-94.0 ms, with a dash. Empty if both ends read the same."""
+    if math.isinf(high):
+        return "\u221e" if math.isinf(low) else f"\u2265 {write(low)}"
+    first, last = write(low), write(high)
+    if first == last:
+        return ""
+    number, _, unit = first.rpartition(" ")
+    if write is duration:
+        number = _three(low * _unit(high)[0]) if low else "0"
+    elif not number or unit != last.rpartition(" ")[2]:
+        number = first
+    return f"{number}\u2013{last}"
 
 
 def _three(value: float) -> str:
@@ -134,17 +167,19 @@ def overall_rows(replays: Sequence[Replay]) -> list[Row]:
 
     def of_group(name: str, better: Better = "neither", label: str = "", note: str = "") -> Row:
         values = tuple(float(getattr(group, name)) for group in groups)
-        return Row(label or name, values, count, better, note)
+        known = intervals(replays, f"all.{name}")
+        return Row(label or name, values, count, better, note, known)
 
     def of_run(
-        label: str, value: Callable[[Replay], float | None], write: Callable[[float], str],
-        better: Better = "neither", note: str = "",
+        label: str, figure: str, value: Callable[[Replay], float | None],
+        write: Callable[[float], str], better: Better = "neither", note: str = "",
     ) -> Row:  # fmt: skip
-        return Row(label, tuple(_number(value(run)) for run in replays), write, better, note)
+        values = tuple(_number(value(run)) for run in replays)
+        return Row(label, values, write, better, note, intervals(replays, figure))
 
     rows = [
         of_group("offered", label="requests offered"),
-        of_run("span", lambda run: run.span_s, duration,
+        of_run("span", "span_s", lambda run: run.span_s, duration,
                note="first arrival to last settlement, in simulated time"),
         of_group("answered"),
         of_group("degraded", "low", note="answered by a lesser path"),
@@ -152,34 +187,49 @@ def overall_rows(replays: Sequence[Replay]) -> list[Row]:
         of_group("failed", "low"),
         *_reason_rows(replays),
         of_group("cancelled", note="by the client"),
-        of_run("goodput", _goodput, rate, "high",
+        of_run("goodput", "all.goodput_per_s", _goodput, rate, "high",
                "answers within every SLO, over the span"),
-        of_run("SLO attainment, of offered", lambda run: run.summary.all.attainment(), share,
+        of_run("SLO attainment, of offered", "all.slo_attainment",
+               lambda run: run.summary.all.attainment(), share,
                "high", "shed and failed count as missed"),
-        of_run("SLO attainment, of admitted", lambda run: run.summary.all.attainment_admitted(),
+        of_run("SLO attainment, of admitted", "all.slo_attainment_admitted",
+               lambda run: run.summary.all.attainment_admitted(),
                share, "high", "of those that were answered"),
-        of_run("preemptions", lambda run: run.engine_preemptions, count, "low",
-               "sequences thrown out of a full KV cache"),
-        of_run("prefix hit share", _prefix_hits, share, "high",
+        of_run("preemptions", "engine_preemptions", lambda run: run.engine_preemptions, count,
+               "low", "sequences thrown out of a full KV cache"),
+        of_run("prefix hit share", "prefix_hit_share", _prefix_hits, share, "high",
                "prompt tokens found in the KV cache"),
-        of_run("GPU busy", mean_busy, share,
+        of_run("GPU busy", "gpu_busy_share_mean", mean_busy, share,
                note="share of time in which a step was running, mean over all replicas"),
-        of_run("GPU-hours", lambda run: run.gpu_hours, hours, "low"),
-        of_run("price of 1 M good tokens", lambda run: run.usd_per_million_good_tokens, usd, "low",
+        of_run("GPU-hours", "gpu_hours", lambda run: run.gpu_hours, hours, "low"),
+        of_run("price of 1 M good tokens", "usd_per_million_good_tokens",
+               lambda run: run.usd_per_million_good_tokens, usd, "low",
                "output tokens of answers within SLO"),
-        of_run("refused events", lambda run: run.refused, count, "low",
+        of_run("refused events", "refused_events", lambda run: run.refused, count, "low",
                "a fault in the code unless 0"),
-        of_run("wall time of the replay", lambda run: run.wall_s, duration),
-        of_run("requests per wall second", _pace, count),
+        of_run("wall time of the replay", "wall_s", lambda run: run.wall_s, duration),
+        of_run("requests per wall second", "", _pace, count),
     ]  # fmt: skip
     hidden_at_zero = {"degraded", "cancelled", "refused events"}
-    return [row for row in rows if row.name not in hidden_at_zero or any(row.values)]
+    return [
+        row
+        for row in rows
+        if row.name not in hidden_at_zero or any(row.values) or any(row.ranges())
+    ]
+
+
+def intervals(replays: Sequence[Replay], figure: str) -> tuple[Interval | None, ...]:
+    """Of one figure, by its path in ``twin.intervals``: one of each replay."""
+    return tuple(
+        run.intervals.by_figure.get(figure) if run.intervals is not None else None
+        for run in replays
+    )
 
 
 def _reason_rows(replays: Sequence[Replay]) -> list[Row]:
     return [
         Row(f"  {reason}", tuple(float(run.summary.shed_why.get(reason, 0)) for run in replays),
-            count, "low")
+            count, "low", intervals=intervals(replays, f"shed_or_failed.{reason}"))
         for reason in reasons(replays)
     ]  # fmt: skip
 
@@ -190,6 +240,9 @@ def reasons(replays: Sequence[Replay]) -> list[str]:
     for run in replays:
         for reason, number in run.summary.shed_why.items():
             total[reason] = total.get(reason, 0) + number
+        for name in run.intervals.by_figure if run.intervals is not None else ():
+            if name.startswith("shed_or_failed."):  # some are met in drawn runs only
+                total.setdefault(name.removeprefix("shed_or_failed."), 0)
     return sorted(total, key=lambda reason: (-total[reason], reason))
 
 
@@ -208,9 +261,12 @@ def group_of(replay: Replay, kind: str, name: str) -> Group | None:
     return replay.summary.groups[kind].get(name)
 
 
-def duration_rows(groups: Sequence[Group | None]) -> dict[str, dict[str, Row]]:
+def duration_rows(
+    groups: Sequence[Group | None], replays: Sequence[Replay] = (), path: str = "all"
+) -> dict[str, dict[str, Row]]:
     """By duration and quantile; durations that no replay has are left out.
 
+    ``replays``, one a group, give the intervals, of the group at ``path``: ``by_sla.P0``.
     A short wait in the policy's queue is not called better: it may be a long one in the engine's.
     """
     out: dict[str, dict[str, Row]] = {}
@@ -220,7 +276,9 @@ def duration_rows(groups: Sequence[Group | None]) -> dict[str, dict[str, Row]]:
             values = tuple(
                 group.metrics[key].quantile_s(part) if group else math.nan for group in groups
             )
-            rows[label] = Row(name, values, duration, "neither" if key == "queue_s" else "low")
+            better: Better = "neither" if key == "queue_s" else "low"
+            known = intervals(replays, f"{path}.{key}_{label}")
+            rows[label] = Row(name, values, duration, better, intervals=known)
         if not all(math.isnan(value) for value in rows["p50"].values):
             out[key] = rows
     return out
@@ -309,3 +367,33 @@ def verdict(replays: Sequence[Replay]) -> str:
     if any(shed):
         text += f". Shed by the policy: {said(shed)}"
     return f"{text}."
+
+
+# ---- what the intervals say ----
+
+
+def with_intervals(replays: Sequence[Replay]) -> bool:
+    return any(run.intervals is not None for run in replays)
+
+
+def interval_texts(replays: Sequence[Replay]) -> list[str]:
+    """What the intervals cover and what they do not; empty without any."""
+    found = [run.intervals for run in replays if run.intervals is not None]
+    if not found:
+        return []
+    runs = " or ".join(str(number) for number in sorted({known.runs for known in found}))
+    covered = {name: text for known in found for name, text in known.covered.items()}
+    blank = {name: names for known in found for name, names in known.not_covered.items() if names}
+    return [
+        f"Intervals hold {LEVEL_PERCENT} %, from {runs} more runs, each with step times drawn "
+        "from what the profiles know of their errors and with a seed of its own (ties, thinning, "
+        "copies). In all of them the policy predicts with the profile as it is written. A figure "
+        "of the simulation without an interval reads the same at both ends of it.",
+        *(f"Drawn for {name}: {text}." for name, text in covered.items()),
+        *(
+            f"Not covered for {name}, since no error is known: {', '.join(names)}."
+            for name, names in blank.items()
+        ),
+        "Nor do intervals cover a step-time formula that does not hold, traffic unlike this trace, "
+        "faults, or prices.",
+    ]

@@ -19,6 +19,8 @@ from twin.report.figures import (
     fleet_text,
     group_name,
     group_of,
+    interval_texts,
+    intervals,
     labels_of,
     names_in,
     overall_rows,
@@ -122,6 +124,10 @@ class _Page:
             "SLO": escape(slo_text(first)),
             "Seed": str(options.seed),
         }
+        said = interval_texts(self.replays)
+        if said:
+            said.append("Charts show the run itself; whiskers are intervals.")
+            facts["Intervals"] = "<br>".join(map(escape, said))
         rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items())
         unlike = differences(self.replays)
         warning = ""
@@ -151,7 +157,7 @@ class _Page:
 
     def _headlines(self) -> str:
         rows = {row.name: row for row in overall_rows(self.replays)}
-        tails = duration_rows([run.summary.all for run in self.replays])
+        tails = duration_rows([run.summary.all for run in self.replays], self.replays)
         nothing = Row("", tuple(math.nan for _ in self.replays), duration)
         ttft = tails["ttft_s"]["p95"] if "ttft_s" in tails else nothing
         shed_shares = tuple(
@@ -164,7 +170,10 @@ class _Page:
             ("Goodput", rows["goodput"],
              "answers within every SLO, from first arrival to last settlement"),
             ("Time to first token, p95", ttft, "from arrival at the controller; answered requests"),
-            ("Shed", Row("", shed_shares, share, "low"), "of offered requests, by the policy"),
+            ("Shed",
+             Row("", shed_shares, share, "low",
+                 intervals=intervals(self.replays, "all.shed_share")),
+             "of offered requests, by the policy"),
             ("GPU busy", rows["GPU busy"],
              "share of time in which a step was running, mean over all replicas"),
             ("Price of a million good tokens", rows["price of 1 M good tokens"],
@@ -179,8 +188,9 @@ class _Page:
         only = " only" if not best else ""
         lines = "".join(
             f'<div class="line">{self._name(place)}'
-            f'<span class="figure{" best" if place in best else only}">{escape(text)}</span></div>'
-            for place, text in enumerate(row.texts())
+            f'<span class="figure{" best" if place in best else only}">{escape(text)}'
+            f"{_range(between)}</span></div>"
+            for place, (text, between) in enumerate(zip(row.texts(), row.ranges(), strict=True))
         )
         return (
             f'<div class="card kpi"><div class="name">{escape(name)}</div>{lines}'
@@ -289,13 +299,7 @@ class _Page:
         tiered = [place for place, run in enumerate(self.replays) if any(names_in([run], "tier"))]
         for name in names_in([self.replays[place] for place in tiered], "tier"):
             colour = charts.tier_colour(name)
-            cells = [
-                f"<td>{count(group.offered)}</td><td>{count(group.shed)}</td>"
-                f"<td>{escape(_text(group.attainment(), share))}</td>"
-                if (group := group_of(self.replays[place], "tier", name))
-                else f"<td>{NONE}</td>" * 3
-                for place in tiered
-            ]
+            cells = [_tier_cells(self.replays[place], name) for place in tiered]
             rows.append(
                 f'<tr><td class="l"><i class="swatch" style="--colour:var({colour})"></i>'
                 f"{escape(group_name('tier', name))}</td>{''.join(cells)}</tr>"
@@ -328,12 +332,14 @@ class _Page:
             f'<th colspan="3" class="of">{self._name(i)}</th>' for i in range(len(self.labels))
         )
         subs = "<th>p50</th><th>p95</th><th>p99</th>" * len(self.labels)
-        body = "".join(_latency_rows("all", [run.summary.all for run in self.replays]))
+        everyone = [run.summary.all for run in self.replays]
+        body = "".join(_latency_rows("all", everyone, self.replays, "all"))
         for kind in ("sla", "line", "tier"):
             for name in names_in(self.replays, kind):
                 if kind == "sla" or name:
                     groups = [group_of(run, kind, name) for run in self.replays]
-                    body += "".join(_latency_rows(f"{_KIND[kind]}{group_name(kind, name)}", groups))
+                    title, path = f"{_KIND[kind]}{group_name(kind, name)}", f"by_{kind}.{name}"
+                    body += "".join(_latency_rows(title, groups, self.replays, path))
         return _section(
             "All figures",
             f"Durations with their unit; “{NONE}” where there is none.",
@@ -349,11 +355,12 @@ class _Page:
         most = max(self.replays, key=lambda run: len(run.fleet))
         rows = []
         for place, spec in enumerate(most.fleet[:REPLICAS_SHOWN]):
-            busy = [
+            busy = tuple(
                 run.gpu_busy[place] if place < len(run.gpu_busy) else math.nan
                 for run in self.replays
-            ]
-            cells = "".join(f"<td>{escape(_text(value, share))}</td>" for value in busy)
+            )
+            known = intervals(self.replays, f"gpu_busy_share.{place}")
+            cells = _cells([Row("", busy, share, intervals=known)])
             rows.append(
                 f'<tr><td class="l">{escape(spec.name)}</td>'
                 f"<td>{count(spec.settings.kv_blocks)}</td>"
@@ -410,8 +417,10 @@ def _section(title: str, caption: str, body: str) -> str:
     return f'<section><h2>{title}</h2><p class="caption">{caption}</p>{body}</section>'
 
 
-def _latency_rows(name: str, groups: Sequence[Group | None]) -> Iterable[str]:
-    for place, rows in enumerate(duration_rows(groups).values()):
+def _latency_rows(
+    name: str, groups: Sequence[Group | None], replays: Sequence[Replay], path: str
+) -> Iterable[str]:
+    for place, rows in enumerate(duration_rows(groups, replays, path).values()):
         head = escape(name) if place == 0 else ""
         first = ' class="first"' if place == 0 else ""
         yield (
@@ -420,14 +429,34 @@ def _latency_rows(name: str, groups: Sequence[Group | None]) -> Iterable[str]:
         )
 
 
+def _tier_cells(replay: Replay, name: str) -> str:
+    group = group_of(replay, "tier", name)
+    if group is None:
+        return f"<td>{NONE}</td>" * 3
+    figures = {
+        "offered": (group.offered, count),
+        "shed": (group.shed, count),
+        "slo_attainment": (group.attainment(), share),
+    }
+    return _cells([
+        Row(figure, (value,), write, intervals=intervals([replay], f"by_tier.{name}.{figure}"))
+        for figure, (value, write) in figures.items()
+    ])  # fmt: skip
+
+
 def _cells(rows: Sequence[Row]) -> str:
     """Run by run, the figures of ``rows``."""
-    marked = [(row.texts(), row.best()) for row in rows]
+    marked = [(row.texts(), row.ranges(), row.best()) for row in rows]
     return "".join(
-        f"<td class='{'best' if run in best else ''}'>{escape(texts[run])}</td>"
+        f"<td class='{'best' if run in best else ''}'>{escape(texts[run])}{_range(ranges[run])}"
+        "</td>"
         for run in range(len(rows[0].values))
-        for texts, best in marked
+        for texts, ranges, best in marked
     )
+
+
+def _range(between: str) -> str:
+    return f'<span class="range">{escape(between)}</span>' if between else ""
 
 
 def _text(value: float, write: Callable[[float], str]) -> str:

@@ -10,10 +10,12 @@ from twin.report.figures import (
     fleet_text,
     group_name,
     group_of,
+    interval_texts,
     labels_of,
     names_in,
     overall_rows,
     slo_text,
+    with_intervals,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 SIDE_BY_SIDE = 3
 """Policies in one table of latencies; more go into tables below each other."""
+OVERALL_WITH_INTERVALS = 4
+"""Policies in one table of whole runs, where figures have intervals."""
+COLUMNS = 100
 BEST = "bold green"
 
 
@@ -50,23 +55,52 @@ def table(replays: Sequence[Replay]) -> RenderableType:
     unlike = differences(replays)
     if unlike:
         head.append(f"\nnot like with like; different: {', '.join(unlike)}", "bold yellow")
-    parts: list[RenderableType] = [head, _overall(replays, labels)]
-    for start in range(0, len(replays), SIDE_BY_SIDE):
-        some = replays[start : start + SIDE_BY_SIDE]
-        names = labels[start : start + SIDE_BY_SIDE]
-        parts.append(_latencies("by SLA class", "sla", some, names))
-        tiered = [place for place, run in enumerate(some) if any(names_in([run], "tier"))]
-        if tiered:
-            with_tiers = [some[place] for place in tiered]
-            parts.append(_latencies("by tier", "tier", with_tiers, [names[i] for i in tiered]))
+    parts: list[RenderableType] = [head]
+    wide = OVERALL_WITH_INTERVALS if with_intervals(replays) else len(replays)
+    parts += [_overall(some, names) for some, names in _parts(replays, labels, wide)]
+    for some, names in _parts(replays, labels, _side_by_side(replays, labels)):
+        parts += _latency_tables(some, names)
     notes = (
         "TTFT counts from arrival at the controller. Quantiles are within 0.5 %. GPU busy: mean "
         "over replicas of the share of time in which a step was running."
     )
     if len(replays) > 1:
         notes += " Bold: better by more than 1 %."
-    parts.append(Text(notes, "dim"))
+    parts.extend(Text(text, "dim") for text in (notes, *interval_texts(replays)))
     return Stack(*parts)
+
+
+def _parts(
+    replays: Sequence[Replay], labels: Sequence[str], size: int
+) -> list[tuple[Sequence[Replay], Sequence[str]]]:
+    """So many policies at a time, with their labels."""
+    starts = range(0, len(replays), size)
+    return [(replays[start : start + size], labels[start : start + size]) for start in starts]
+
+
+def _side_by_side(replays: Sequence[Replay], labels: Sequence[str]) -> int:
+    """How many policies fit into one table of latencies: intervals take room."""
+    if not with_intervals(replays):
+        return SIDE_BY_SIDE
+    from rich.console import Console
+
+    console = Console(width=1000)
+    for size in range(SIDE_BY_SIDE, 1, -1):
+        parts = _parts(replays, labels, size)
+        tables = [table for some, names in parts for table in _latency_tables(some, names)]
+        if all(console.measure(table).maximum <= COLUMNS for table in tables):
+            return size
+    return 1
+
+
+def _latency_tables(replays: Sequence[Replay], labels: Sequence[str]) -> list[Table]:
+    """By SLA class and, of the policies that have tiers, by tier."""
+    tables = [_latencies("by SLA class", "sla", replays, labels)]
+    tiered = [place for place, run in enumerate(replays) if any(names_in([run], "tier"))]
+    if tiered:
+        with_tiers = [replays[place] for place in tiered]
+        tables.append(_latencies("by tier", "tier", with_tiers, [labels[i] for i in tiered]))
+    return tables
 
 
 def _overall(replays: Sequence[Replay], labels: Sequence[str]) -> Table:
@@ -92,14 +126,15 @@ def _latencies(title: str, kind: str, replays: Sequence[Replay], labels: Sequenc
         for place, quantile in enumerate(("p50", "p95", "p99")):
             head = f"{label if place == 0 else ''}\n{quantile}"
             out.add_column(Text(head), justify="right", no_wrap=True)
-    groups: list[tuple[str, list[Group | None]]] = [
-        (group_name(kind, name), [group_of(replay, kind, name) for replay in replays])
+    groups: list[tuple[str, str, list[Group | None]]] = [
+        (group_name(kind, name), f"by_{kind}.{name}",
+         [group_of(replay, kind, name) for replay in replays])
         for name in names_in(replays, kind)
-    ]
+    ]  # fmt: skip
     if kind == "sla":
-        groups.insert(0, ("all", [replay.summary.all for replay in replays]))
-    for name, members in groups:
-        for place, rows in enumerate(duration_rows(members).values()):
+        groups.insert(0, ("all", "all", [replay.summary.all for replay in replays]))
+    for name, path, members in groups:
+        for place, rows in enumerate(duration_rows(members, replays, path).values()):
             marked = [_marked(row) for row in rows.values()]
             cells = [column[run] for run in range(len(replays)) for column in marked]
             out.add_row(Text(name if place == 0 else ""), rows["p50"].name, *cells)
@@ -108,10 +143,17 @@ def _latencies(title: str, kind: str, replays: Sequence[Replay], labels: Sequenc
 
 
 def _marked(row: Row) -> list[Text]:
+    """Run by run, the figure and below it its interval."""
     from rich.text import Text
 
     best = row.best()
-    return [Text(text, BEST if place in best else "") for place, text in enumerate(row.texts())]
+    cells = []
+    for place, (text, between) in enumerate(zip(row.texts(), row.ranges(), strict=True)):
+        cell = Text(text, BEST if place in best else "")
+        if between:
+            cell = Text.assemble(cell, "\n", (between, "dim"))
+        cells.append(cell)
+    return cells
 
 
 def _table(title: str) -> Table:
