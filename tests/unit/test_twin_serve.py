@@ -123,9 +123,14 @@ def test_broken_bodies_are_bad_requests() -> None:
         assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("prompt", [[], ["a", 1], [[]], [-1], ["a", "b"]])
+@pytest.mark.parametrize("prompt", [[], ["a", 1], [[]], [-1]])
 def test_prompts_that_are_none_are_refused(prompt: list[Any]) -> None:
     assert refused(completion, prompt=prompt)["code"] == 400
+
+
+def test_a_whole_completion_takes_several_prompts_and_a_stream_one() -> None:
+    assert completion(prompt=["abcd", "x" * 8]).prompt_tokens == (1, 2)
+    assert refused(completion, prompt=["a", "b"], stream=True)["param"] == "prompt"
 
 
 def test_embeddings_take_one_prompt_or_many() -> None:

@@ -165,12 +165,24 @@ class CompletionShape:
         return b'%b],"usage":%b,"metrics":%b}\n\n' % (self._event_head, usage, metrics)
 
     def whole(self, piece: Piece, finish: bytes, usage: bytes, metrics: bytes) -> bytes:
+        return self.several([(piece, finish)], usage, metrics)
+
+    def several(
+        self, answers: Sequence[tuple[Piece, bytes]], usage: bytes, metrics: bytes = b"null"
+    ) -> bytes:
+        """A whole answer to as many prompts; each with its finish reason."""
+        choices = [
+            (
+                b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":null,'
+                b'"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null}'
+            )
+            % (index, piece.text, piece.logprobs, finish)
+            for index, (piece, finish) in enumerate(answers)
+        ]
         return (
-            b'%b{"index":0,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":null,'
-            b'"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null}],'
-            b'"service_tier":null,"system_fingerprint":null,"usage":%b,'
+            b'%b%b],"service_tier":null,"system_fingerprint":null,"usage":%b,'
             b'"kv_transfer_params":null,"metrics":%b}'
-        ) % (self._head, piece.text, piece.logprobs, finish, usage, metrics)
+        ) % (self._head, b",".join(choices), usage, metrics)
 
     def logprobs(self, codes: bytes, rows: bytes, start: int, count: int) -> bytes:
         offsets, own, names, tops = [], [], [], []

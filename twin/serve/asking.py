@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     kind: Kind
     prompts: tuple[bytes, ...]
     """As many bytes as ``TOKEN_BYTES`` times its tokens, template aside; several only for
-    embeddings."""
+    embeddings and whole completions."""
     prompt_tokens: tuple[int, ...]
     max_tokens: int = 0
     """0: none."""
@@ -156,16 +156,17 @@ class Reader:
         body = _decoded(_completion, raw)
         self._check_model(body.model)
         prompts = _prompts(body.prompt, "prompt")
-        if len(prompts) > 1:
+        if len(prompts) > 1 and body.stream:
             raise Refusal(
-                400, f"{len(prompts)} prompts: this server takes one a request", param="prompt"
+                400, f"{len(prompts)} prompts: this server streams one a request", param="prompt"
             )
         if body.echo:
             raise Refusal(400, "echo: this server does not repeat prompts", param="echo")
         wanted = -1 if body.logprobs is None else body.logprobs
-        return self._generation(
-            "completion", body, prompts[0], _tokens(len(prompts[0])), body.max_tokens, wanted
-        )
+        counts = tuple(_tokens(len(prompt)) for prompt in prompts)
+        longest = max(counts)
+        asked = self._generation("completion", body, prompts[0], longest, body.max_tokens, wanted)
+        return asked._replace(prompts=prompts, prompt_tokens=counts)
 
     def embedding(self, raw: bytes) -> Asked:
         body = _decoded(_embedding, raw)

@@ -62,6 +62,10 @@ def twin() -> None:
     "--shutdown-timeout", default=0.0, metavar="SECONDS",
     help='How long requests may finish after SIGTERM; then they end with finish reason "abort".',
 )  # fmt: skip
+@click.option(
+    "--steps", default="", metavar="DIR",
+    help="Write step records there, as the plug-in for vLLM does; empty: none.",
+)  # fmt: skip
 @click.option("--seed", default=0, help="Of answers, and of whom faults strike.")
 def serve(host: str, port: int, shutdown_timeout: float, **options: Any) -> None:
     try:

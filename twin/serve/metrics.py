@@ -61,9 +61,11 @@ class Histogram:
 class ServerMetrics:
     """What a server counts beside its engine."""
 
-    def __init__(self, model: str, live: LiveEngine) -> None:
-        self._model = model.replace("\\", "\\\\").replace('"', '\\"')
+    def __init__(self, model: str, live: LiveEngine, steps_path: str = "") -> None:
+        """``steps_path``: where its step records are written; empty: nowhere."""
+        self._model = _escaped(model)
         self._live = live
+        self._steps_path = _escaped(steps_path)
         self._start_s = time()
         self.rejections = 0
         self._success = dict.fromkeys(REASONS, 0)
@@ -176,4 +178,13 @@ class ServerMetrics:
             f'enable_prefix_caching="{caching}",engine="0",'
             f'num_gpu_blocks="{settings.kv_blocks}"}} 1.0'
         )
+        if self._steps_path:
+            out.append("# HELP twinkeel_steps_info Where the engine's step records are written")
+            out.append("# TYPE twinkeel_steps_info gauge")
+            out.append(f'twinkeel_steps_info{{engine="0",path="{self._steps_path}"}} 1.0')
         return ("\n".join(out) + "\n").encode()
+
+
+def _escaped(text: str) -> str:
+    """As a label's value."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

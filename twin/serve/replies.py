@@ -220,22 +220,23 @@ class Generation:
         self._close("")
 
 
-class Embedding:
-    """One of the vectors of a request; a ``twin.serve.engine.Hearer``."""
+class Part:
+    """One of the vectors or of the answers of a request with several prompts; a
+    ``twin.serve.engine.Hearer``."""
 
     __slots__ = ("_over", "first_ns", "last_ns", "sent", "watching")
 
-    def __init__(self, over: Callable[[Embedding], None]) -> None:
+    def __init__(self, over: Callable[[Part], None]) -> None:
         self._over = over
         self.first_ns = self.last_ns = -1
         self.sent = 0
         self.watching = False
 
     def hear_first(self) -> None:
-        """Embeddings have no first token."""
+        """Only the whole is of interest."""
 
     def hear_tokens(self, count: int) -> None:
-        """Nor others."""
+        """The same."""
 
     def hear_last(self) -> None:
         self._over(self)

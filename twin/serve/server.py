@@ -6,6 +6,7 @@ import asyncio
 import gc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
@@ -17,13 +18,13 @@ from twin.dice import Dice
 from twin.engine import Sequence, UnfitError
 from twin.fleet import fleet_of
 from twin.serve import faults
-from twin.serve.answers import ChatShape, CompletionShape, Times, embeddings
+from twin.serve.answers import ChatShape, CompletionShape, Times, Usage, embeddings, piece_of
 from twin.serve.asking import Reader, Refusal
 from twin.serve.engine import LiveEngine
 from twin.serve.metrics import ServerMetrics
-from twin.serve.replies import Embedding, Generation
+from twin.serve.replies import Generation, Part
 from twin.serve.wire import TEXT, Connection, Dates, Sent
-from twin.serve.words import key_of, length_of
+from twin.serve.words import certainty_of, codes_of, key_of, length_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     from aiohttp.web_protocol import RequestHandler
 
     from twin.fleet import ReplicaSpec
+    from twin.serve.answers import Piece
     from twin.serve.asking import Asked
     from twin.serve.faults import Fault
+    from twin.serve.steps import StepWriter
 
 VLLM_VERSION = "0.32.0"
 BODY_BYTES_MOST = 64 * 1024 * 1024
@@ -66,6 +69,8 @@ class Options:
     """How long an idle connection is kept; vLLM's default is short."""
     seed: int = 0
     """Of answers and of who is struck by faults."""
+    steps: str = ""
+    """Folder for step records, as the plug-in for vLLM writes them; empty: none."""
 
 
 def spec_of(options: Options) -> ReplicaSpec:
@@ -114,8 +119,12 @@ class Server:
         self._idle = asyncio.Event()
         self._idle.set()
         loop = asyncio.get_running_loop()
-        self._live = LiveEngine(loop, spec.settings, spec.cost, spec.profile.overheads)
-        self._metrics = ServerMetrics(self.model, self._live)
+        self._writer = _writer(options, spec, self.model)
+        self._live = LiveEngine(
+            loop, spec.settings, spec.cost, spec.profile.overheads, self._writer
+        )
+        steps_path = "" if self._writer is None else str(self._writer.path)
+        self._metrics = ServerMetrics(self.model, self._live, steps_path)
         self._routes = self._make_routes()
         self._runner: web.ServerRunner | None = None
         self.url = ""
@@ -173,6 +182,8 @@ class Server:
         if self._runner is not None:
             await self._runner.cleanup()
         self._live.close()
+        if self._writer is not None:
+            self._writer.close()
 
     # ---- requests ----
 
@@ -244,10 +255,13 @@ class Server:
         live = self._live
         entered_ns = live.now_ns
         asked, fault = await self._admit(request, read)
+        if len(asked.prompts) > 1:
+            return await self._several(request, asked, fault, entered_ns)
         key = key_of(self._options.seed, self.model, asked.prompts[0])
         seq = self._sequence(asked, 0, key, fault)
         shape_of = ChatShape if asked.kind == "chat" else CompletionShape
-        shape = shape_of(_name(request), int(time()), self.model)
+        name = _name(request)
+        shape = shape_of(name, int(time()), self.model)
         connection = Connection(request, self._dates, self._echo(request))
 
         def over(generation: Generation, reason: str) -> None:
@@ -265,7 +279,7 @@ class Server:
         done = asyncio.get_running_loop().create_future()
         generation = Generation(asked, shape, key, connection, fault, done, over)
         seq.data = generation
-        self._submit(seq)
+        self._submit(seq, f"chatcmpl-{name}" if asked.kind == "chat" else f"cmpl-{name}-0")
         self._open[seq.id] = generation
         generation.begin(seq, live.in_s)
         try:
@@ -280,40 +294,77 @@ class Server:
         live = self._live
         entered_ns = live.now_ns
         asked, fault = await self._admit(request, self._reader.embedding)
-        keys = [key_of(self._options.seed, self.model, prompt) for prompt in asked.prompts]
+        keys = self._keys(asked)
+        name = _name(request)
+        seqs = await self._whole(asked, keys, f"embd-{name}")
+        for seq in seqs:
+            times = Times(seq.arrival_ns, seq.scheduled_ns, -1, seq.data.last_ns)
+            self._metrics.finished("stop", seq.prompt_tokens, 0, times, entered_ns, live.now_ns)
+        body = embeddings(
+            name, int(time()), self.model, keys, asked.dimensions, asked.base64,
+            sum(asked.prompt_tokens),
+        )  # fmt: skip
+        return self._answer(request, 200, _marred(body, fault))
+
+    async def _several(
+        self, request: web.BaseRequest, asked: Asked, fault: Fault | None, entered_ns: int
+    ) -> Sent:
+        """A completion of several prompts, whole."""
+        keys = self._keys(asked)
+        name = _name(request)
+        seqs = await self._whole(asked, keys, f"cmpl-{name}")
+        shape = CompletionShape(name, int(time()), self.model)
+        answers: list[tuple[Piece, bytes]] = []
+        for seq, key in zip(seqs, keys, strict=True):
+            part: Part = seq.data
+            times = Times(seq.arrival_ns, seq.scheduled_ns, part.first_ns, part.last_ns)
+            reason = "stop" if seq.eos else "length"
+            self._metrics.finished(
+                reason, seq.prompt_tokens, seq.outputs, times, entered_ns, self._live.now_ns
+            )
+            codes = codes_of(key, seq.outputs)
+            rows = certainty_of(key, seq.outputs) if asked.logprobs >= 0 else b""
+            piece = piece_of(shape, codes, rows, 0, seq.outputs, asked.logprobs)
+            answers.append((piece, b'"%b"' % reason.encode()))
+        usage = Usage(
+            sum(asked.prompt_tokens),
+            sum(seq.outputs for seq in seqs),
+            sum(seq.cached_tokens for seq in seqs),
+        )
+        return self._answer(request, 200, _marred(shape.several(answers, usage.json()), fault))
+
+    def _keys(self, asked: Asked) -> list[bytes]:
+        return [key_of(self._options.seed, self.model, prompt) for prompt in asked.prompts]
+
+    async def _whole(self, asked: Asked, keys: list[bytes], name: str) -> list[Sequence]:
+        """Run every prompt of a request to its end; each sequence's ``data`` is its ``Part``."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         left = len(keys)
 
-        def over(embedding: Embedding) -> None:
+        def over(part: Part) -> None:
             nonlocal left
             left -= 1
             if not left and not done.done():
                 done.set_result(None)
 
-        seqs = []
+        seqs: list[Sequence] = []
+        now_ns = self._live.now_ns  # of all of them, however long the loop below takes
         try:
             for index, key in enumerate(keys):
                 seq = self._sequence(asked, index, key, None)
-                seq.data = Embedding(over)
-                self._submit(seq)
+                seq.data = Part(over)
+                self._submit(seq, f"{name}-{index}", now_ns)
                 seqs.append(seq)
             await done
         except BaseException:
-            self._aborted += sum([live.abort(seq) for seq in seqs])
+            self._aborted += sum([self._live.abort(seq) for seq in seqs])
             raise
         self._finished += 1
-        for seq in seqs:
-            times = Times(seq.arrival_ns, seq.scheduled_ns, -1, seq.data.last_ns)
-            self._metrics.finished("stop", seq.prompt_tokens, 0, times, entered_ns, live.now_ns)
-        body = embeddings(
-            _name(request), int(time()), self.model, keys, asked.dimensions, asked.base64,
-            sum(asked.prompt_tokens),
-        )  # fmt: skip
-        return self._answer(request, 200, _marred(body, fault))
+        return seqs
 
-    def _submit(self, seq: Sequence) -> None:
+    def _submit(self, seq: Sequence, name: str, at_ns: int | None = None) -> None:
         try:
-            self._live.submit(seq)
+            self._live.submit(seq, name, at_ns)
         except UnfitError as error:
             raise Refusal(400, str(error), param="input_tokens") from error
 
@@ -430,6 +481,15 @@ class Server:
             "fault": None if self._fault is None else self._fault.kind,
         }
         return self._answer(request, 200, msgspec.json.encode(state))
+
+
+def _writer(options: Options, spec: ReplicaSpec, model: str) -> StepWriter | None:
+    if not options.steps:
+        return None
+    # With it come the traces' libraries, which a twin without records does not need.
+    from twin.serve.steps import StepWriter
+
+    return StepWriter(Path(options.steps), spec, model, VLLM_VERSION)
 
 
 def _name(request: web.BaseRequest) -> str:
