@@ -13,16 +13,27 @@ A step that decodes ``B`` sequences holding ``S`` tokens (the sum of computed + 
 ``fixed`` is ``decode_fixed`` when anything decodes, else ``prefill_fixed``. ``free`` is the number
 of new tokens that ride along while the weights are read anyway (the flat part of the roofline):
 ``mixed_free_tokens`` when anything decodes, else ``prefill_free_tokens``; both default to 0.
-Everything is an integer and affine in ``S``, so a run of decode steps has a closed form.
+A step that prefills (``tok`` > 0) takes on top, where the profile knows them::
+
+    mixed_per_sequence * B + mixed_per_kv_token * S + token_padding[B + tok]
+
+The first two: next to a prefill, a decoding sequence is computed at the price of new tokens, and
+its KV is read by a slower kernel. The last stands in place of ``padding[B]`` and may be negative:
+matrices are computed in tiles, so time rises in stairs of the number of new tokens, not along a
+line.
+Everything is an integer and a decode step is affine in ``S``, so a run of them has a closed form.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TICKS_PER_NS = 1024
 SCHEMA = 1
@@ -36,6 +47,7 @@ Count = Annotated[int, Meta(ge=1, le=2**40)]
 Rate = Annotated[int, Meta(ge=1, le=2**62)]  # bytes or operations per second
 CountOrZero = Annotated[int, Meta(ge=0, le=2**40)]
 Nanoseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+SignedNanoseconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 Percent = Annotated[float, Meta(ge=0.0, le=1000.0)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -61,10 +73,19 @@ class TokenCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Padding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Extra fixed time of a step that decodes up to ``up_to_batch`` sequences."""
+    """What a step takes more (or less) than the formula's line if it decodes up to ``up_to_batch``
+    sequences."""
 
     up_to_batch: Count
-    extra_ns: Nanoseconds
+    extra_ns: SignedNanoseconds
+
+
+class TokenPadding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a step that prefills takes more (or less) than the formula's line, if it computes up to
+    ``up_to_tokens`` new tokens, decoding sequences included."""
+
+    up_to_tokens: Count
+    extra_ns: SignedNanoseconds
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,15 +103,40 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_free_tokens: TokenCount | None = None
     mixed_free_tokens: TokenCount | None = None
     batch_padding: tuple[Padding, ...] = ()
+    mixed_per_sequence_ns: Coefficient | None = None
+    mixed_per_kv_token_ns: Coefficient | None = None
+    token_padding: tuple[TokenPadding, ...] = ()
 
     def __post_init__(self) -> None:
-        bounds = [row.up_to_batch for row in self.batch_padding]
-        if any(a >= b for a, b in pairwise(bounds)):
-            raise ValueError(f"batch_padding: up_to_batch must rise, got {bounds}")
+        batches = [row.up_to_batch for row in self.batch_padding]
+        if any(a >= b for a, b in pairwise(batches)):
+            raise ValueError(f"batch_padding: up_to_batch must rise, got {batches}")
+        tokens = [row.up_to_tokens for row in self.token_padding]
+        if any(a >= b for a, b in pairwise(tokens)):
+            raise ValueError(f"token_padding: up_to_tokens must rise, got {tokens}")
+        least_ns = min((row.extra_ns for row in self.token_padding), default=0.0)
+        least_decode_ns = min((row.extra_ns for row in self.batch_padding), default=0.0)
+        _check_above_zero("decode_fixed_ns", self.decode_fixed_ns, least_ns + least_decode_ns)
+        _check_above_zero("prefill_fixed_ns", self.prefill_fixed_ns, least_ns)
+
+
+def _check_above_zero(name: str, fixed: Coefficient, least_extra_ns: float) -> None:
+    if least_extra_ns < 0 and fixed.value + least_extra_ns < 0:
+        raise ValueError(
+            f"{name} is {fixed.value}, and the paddings take {-least_extra_ns} ns off it: "
+            "a step would take less than no time"
+        )
 
 
 class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time a request spends in the server outside the engine's steps."""
+    """Time a request spends in the server outside the engine's steps.
+
+    One process in front of the engine sends the outputs of a step one after another, each in
+    ``token_out_ns``. A new sequence stands last in the batch, so its first token is out after
+    ``token_out_ns`` for every sequence that was running when its step was decided, itself
+    included. Its last token is out after ``token_out_ns`` for each of its own, but not before the
+    first.
+    """
 
     request_in_ns: Coefficient
     request_out_ns: Coefficient
@@ -309,6 +355,10 @@ class StepCost(msgspec.Struct, frozen=True):
     mixed_free_tokens: int = 0  # and in a step that decodes too
     per_logprobs_sequence: int = 0  # for each decoding sequence that asked for logprobs
     max_step_tokens: int = 8192
+    # In a step that prefills; 0 and empty where the profile does not say.
+    mixed_per_sequence: int = 0
+    mixed_per_kv_token: int = 0
+    token_padding: tuple[int, ...] = ()  # empty, or extra ticks by new tokens 0..max_step_tokens
 
     @classmethod
     def from_profile(cls, profile: Profile) -> StepCost:
@@ -322,11 +372,20 @@ class StepCost(msgspec.Struct, frozen=True):
             per_kv_token=ticks(step.decode_per_kv_token_ns.value),
             per_prefill_token=ticks(step.prefill_per_token_ns.value),
             per_prefill_quad=ticks(step.prefill_per_quad_ns.value),
-            padding=_padding_table(step.batch_padding, profile.engine.max_num_seqs),
+            padding=_padding_table(
+                [(row.up_to_batch, row.extra_ns) for row in step.batch_padding],
+                profile.engine.max_num_seqs,
+            ),
             prefill_free_tokens=0 if prefill_free is None else prefill_free.value,
             mixed_free_tokens=0 if mixed_free is None else mixed_free.value,
             per_logprobs_sequence=ticks(step.logprobs_per_sequence_ns.value),
             max_step_tokens=profile.engine.max_num_batched_tokens,
+            mixed_per_sequence=_ticks_or_0(step.mixed_per_sequence_ns),
+            mixed_per_kv_token=_ticks_or_0(step.mixed_per_kv_token_ns),
+            token_padding=_padding_table(
+                [(row.up_to_tokens, row.extra_ns) for row in step.token_padding],
+                profile.engine.max_num_batched_tokens,
+            ),
         )
 
     def step_ticks(
@@ -335,14 +394,19 @@ class StepCost(msgspec.Struct, frozen=True):
         """Ticks of one step; see the module's text for the terms."""
         if batch:
             total = self.decode_fixed + self.per_sequence * batch + self.per_kv_token * kv_tokens
-            if self.padding:
+            if self.padding and not (prefill_tokens and self.token_padding):
                 total += self.padding[min(batch, len(self.padding) - 1)]
+            if not prefill_tokens:
+                return total
+            total += self.mixed_per_sequence * batch + self.mixed_per_kv_token * kv_tokens
             charged = prefill_tokens - self.mixed_free_tokens
         else:
             total = self.prefill_fixed
             charged = prefill_tokens - self.prefill_free_tokens
         if charged > 0:
             total += self.per_prefill_token * charged
+        if self.token_padding and prefill_tokens:
+            total += self.token_padding[min(batch + prefill_tokens, len(self.token_padding) - 1)]
         return total + self.per_prefill_quad * prefill_quad
 
     def span_ticks(self, steps: int, batch: int, kv_tokens: int) -> int:
@@ -378,13 +442,18 @@ def ticks(value_ns: float) -> int:
     return round(value_ns * TICKS_PER_NS)
 
 
-def _padding_table(rows: tuple[Padding, ...], max_num_seqs: int) -> tuple[int, ...]:
+def _ticks_or_0(coefficient: Coefficient | None) -> int:
+    return 0 if coefficient is None else ticks(coefficient.value)
+
+
+def _padding_table(rows: Sequence[tuple[int, float]], most: int) -> tuple[int, ...]:
+    """Extra ticks by number from 0 to ``most``, from rows of (up to that number, extra ns)."""
     if not rows:
         return ()
     table: list[int] = []
-    for row in rows:
-        table.extend([ticks(row.extra_ns)] * (min(row.up_to_batch, max_num_seqs) + 1 - len(table)))
-    table.extend([table[-1]] * (max_num_seqs + 1 - len(table)))
+    for up_to, extra_ns in rows:
+        table.extend([ticks(extra_ns)] * (min(up_to, most) + 1 - len(table)))
+    table.extend([table[-1]] * (most + 1 - len(table)))
     return tuple(table)
 
 
@@ -459,8 +528,9 @@ def scale_profile(
 
     Fixed terms: the time to read the weights (bytes / bandwidth / efficiency) is replaced by this
     model's, split over the cards; what is left of the base's fixed term goes by layers. Per
-    sequence and per prefill token: by parameters. Per KV token: by KV bytes. Quadratic term: by
-    attention FLOPs. Two all-reduces a layer are added above one card. Host terms stay.
+    sequence and per prefill token: by parameters, and so are the paddings. Per KV token: by KV
+    bytes. Quadratic term: by attention FLOPs. Two all-reduces a layer are added above one card.
+    Host terms stay.
     """
     if base.tensor_parallel != 1 or base.gpu != gpu.name:
         raise ValueError(
@@ -487,23 +557,28 @@ def scale_profile(
     def by_ratio(coefficient: Coefficient, ratio: float, extra_ns: float, rule: str) -> Coefficient:
         return _scaled(base, coefficient.value * ratio + extra_ns, rule)
 
+    def if_known(coefficient: Coefficient | None, ratio: float, rule: str) -> Coefficient | None:
+        return None if coefficient is None else by_ratio(coefficient, ratio, 0.0, rule)
+
     old = base.step
+    read, computed = decode_ratio / tensor_parallel, layer_ratio / tensor_parallel
+    kv_read = kv_ratio / kv_split
     step = msgspec.structs.replace(
         old,
         decode_fixed_ns=fixed(old.decode_fixed_ns),
         prefill_fixed_ns=fixed(old.prefill_fixed_ns),
         decode_per_sequence_ns=by_ratio(
             old.decode_per_sequence_ns,
-            decode_ratio / tensor_parallel,
+            read,
             per_token_ns,
             "by parameters read" + network,
         ),
         decode_per_kv_token_ns=by_ratio(
-            old.decode_per_kv_token_ns, kv_ratio / kv_split, 0.0, "by KV bytes per card"
+            old.decode_per_kv_token_ns, kv_read, 0.0, "by KV bytes per card"
         ),
         prefill_per_token_ns=by_ratio(
             old.prefill_per_token_ns,
-            layer_ratio / tensor_parallel,
+            computed,
             per_token_ns,
             "by layer parameters" + network,
         ),
@@ -512,6 +587,16 @@ def scale_profile(
             attention_ratio / tensor_parallel,
             0.0,
             "by attention operations per card",
+        ),
+        mixed_per_sequence_ns=if_known(
+            old.mixed_per_sequence_ns, computed, "by layer parameters per card"
+        ),
+        mixed_per_kv_token_ns=if_known(old.mixed_per_kv_token_ns, kv_read, "by KV bytes per card"),
+        batch_padding=tuple(
+            Padding(row.up_to_batch, row.extra_ns * read) for row in old.batch_padding
+        ),
+        token_padding=tuple(
+            TokenPadding(row.up_to_tokens, row.extra_ns * computed) for row in old.token_padding
         ),
     )
     suffix = f"@tp{tensor_parallel}" if tensor_parallel > 1 else ""

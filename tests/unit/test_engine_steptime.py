@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from policy.cost import StepCost
+from policy.files import load_profile
 from tests.support import Request, Submit, engine_settings, play
-from twin.engine.steptime import NEVER, TICK_BITS, span_ticks, steps_to_reach
+from twin.engine.steptime import NEVER, TICK_BITS, slowed, span_ticks, steps_to_reach
 
 SMALL = st.integers(0, 50)
 LARGE = st.integers(0, 2**52)
@@ -82,3 +86,41 @@ def test_a_mixed_step_pays_for_both(skip: bool) -> None:
     assert played.first_ns(1) == 1 + prefill_ns
     assert played.finish_ns(2) == 1 + prefill_ns + mixed_ns
     assert played.finish_ns(1) == 1 + prefill_ns + mixed_ns + 3 * 2
+
+
+def test_a_slow_card_takes_longer_for_every_term() -> None:
+    cost = StepCost(
+        1000, 900, 10, 2, 20, 4, padding=(30,) * 9, per_logprobs_sequence=6,
+        mixed_per_sequence=50, mixed_per_kv_token=8, token_padding=(-40,) * 65,
+    )  # fmt: skip
+    slow = slowed(cost, Fraction(3, 2), Fraction(1))
+    for step in ((4, 100), (4, 100, 30, 900), (0, 0, 30, 900)):
+        assert slow.step_ticks(*step) * 2 == cost.step_ticks(*step) * 3
+    assert slow.per_logprobs_sequence == 9
+    computing = slowed(cost, Fraction(1), Fraction(2))
+    assert computing.step_ticks(4, 100) == cost.step_ticks(4, 100)
+    on_top = 20 * 30 + 50 * 4 - 40
+    assert computing.step_ticks(4, 100, 30, 900) == cost.step_ticks(4, 100, 30, 900) + on_top
+    assert slowed(cost, Fraction(1), Fraction(1)) is cost
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_paddings_and_mixed_terms_cost_the_same_step_by_step(async_scheduling: bool) -> None:
+    """The shipped profile that has them all, on a pool too small for its requests."""
+    cost = StepCost.from_profile(load_profile("rtx-4090/llama-3.1-8b"))
+    assert cost.padding
+    assert cost.token_padding
+    sizes = np.random.default_rng(5).integers(1, (10**10, 900, 300), (60, 3)).tolist()
+    inputs = [
+        Submit(at_ns, Request(number, prompt, output, 300))
+        for number, (at_ns, prompt, output) in enumerate(sizes)
+    ]
+    engine = engine_settings(
+        kv_blocks=200, block_tokens=16, max_num_batched_tokens=2048, max_num_seqs=64,
+        max_model_len=2000, async_scheduling=async_scheduling,
+    )  # fmt: skip
+    slow, fast = (play(engine, cost, inputs, skip=skip) for skip in (False, True))
+    assert fast.calls == slow.calls
+    assert fast.engine.busy_ticks == slow.engine.busy_ticks
+    assert len(fast.wakes) < len(slow.wakes)
+    assert slow.engine.preemptions

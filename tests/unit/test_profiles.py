@@ -68,6 +68,7 @@ def test_the_shipped_profiles_load_under_their_own_names() -> None:
         "h100-sxm/llama-2-7b",
         "h100-sxm/llama-3.1-8b",
         "h100-sxm/qwen3-8b",
+        "rtx-4090/llama-3.1-8b",
     )
     for name in profile_names():
         profile = load_profile(name)
@@ -196,6 +197,15 @@ def test_fields_are_checked_against_each_other(raw: dict[str, Any]) -> None:
     row = {"up_to_batch": 4, "extra_ns": 1.0}
     spoilt["step"]["batch_padding"] = [row, row]
     assert "must rise, got [4, 4]" in str(refusal(spoilt))
+    spoilt = copy.deepcopy(raw)
+    row = {"up_to_tokens": 64, "extra_ns": -1.0}
+    spoilt["step"]["token_padding"] = [row, row]
+    assert "token_padding: up_to_tokens must rise, got [64, 64]" in str(refusal(spoilt))
+    for key in ("decode_fixed_ns", "prefill_fixed_ns"):
+        spoilt = copy.deepcopy(raw)
+        spoilt["step"][key]["value"], spoilt["step"][key]["interval"] = 5.0, None
+        spoilt["step"]["token_padding"] = [row | {"extra_ns": -6.0}]
+        assert f"{key} is 5.0, and the paddings take 6.0 ns off it" in str(refusal(spoilt))
     spoilt = copy.deepcopy(raw)
     spoilt["cold_start"]["weights_s"] = 101.0
     assert "above total_s" in str(refusal(spoilt))

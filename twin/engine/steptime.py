@@ -56,14 +56,18 @@ def slowed(cost: StepCost, factor: Fraction, prefill_factor: Fraction) -> StepCo
     """
     if factor == prefill_factor == 1:
         return cost
+    computed = factor * prefill_factor
     return msgspec.structs.replace(
         cost,
         decode_fixed=round(cost.decode_fixed * factor),
         prefill_fixed=round(cost.prefill_fixed * factor),
         per_sequence=round(cost.per_sequence * factor),
         per_kv_token=round(cost.per_kv_token * factor),
-        per_prefill_token=round(cost.per_prefill_token * factor * prefill_factor),
+        per_prefill_token=round(cost.per_prefill_token * computed),
         per_prefill_quad=round(cost.per_prefill_quad * factor),
         padding=tuple(round(extra * factor) for extra in cost.padding),
         per_logprobs_sequence=round(cost.per_logprobs_sequence * factor),
+        mixed_per_sequence=round(cost.mixed_per_sequence * computed),
+        mixed_per_kv_token=round(cost.mixed_per_kv_token * factor),
+        token_padding=tuple(round(extra * computed) for extra in cost.token_padding),
     )
