@@ -26,10 +26,11 @@ _COMPARE = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured value, its goal (such as ">= 500", "= 100", "<= 3.5") and how it was got."""
+    """One measured value, its goal (such as ">= 500", "= 100", "<= 3.5") and how it was got. None:
+    it could not be measured, so it does not hold."""
 
     name: str
-    value: float
+    value: float | None
     unit: str
     goal: str
     how: str
@@ -40,7 +41,7 @@ class Figure:
         sign, _, bound = self.goal.partition(" ")
         if sign not in _COMPARE:
             raise ValueError(f"figure {self.name!r}: goal {self.goal!r} is not 'SIGN NUMBER'")
-        return bool(_COMPARE[sign](self.value, float(bound)))
+        return self.value is not None and bool(_COMPARE[sign](self.value, float(bound)))
 
 
 def write_figures(path: Path, figures: Sequence[Figure]) -> None:
@@ -71,11 +72,12 @@ def markdown(folder: Path) -> str:
             # Rare paths taken, what random runs saw, side figures told in words: too many to show.
             if name.startswith(("path_", "seen_")) or not name.replace("_", "").isalnum():
                 continue
-            value = (
-                f"{figure['value']:,.4g}" if figure["value"] < 1e4 else f"{figure['value']:,.0f}"
-            )
+            number = figure["value"]
+            measured = number is not None
+            value = f"{number:,.4g}" if measured and number < 1e4 else f"{number or 0:,.0f}"
             unit = "" if figure["unit"] == "1" else f" {figure['unit']}"
-            held = "holds" if figure["holds"] else "missed"
+            held = "holds" if figure["holds"] else "missed" if measured else "not measured"
+            value, unit = (value, unit) if measured else ("", "")
             cells = (f"`{path.stem}`", f"`{name}`", value + unit, figure["goal"], held)
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -22,6 +22,8 @@ from twin.world import WorldSettings
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from policy.cost import Profile
+
 WORD = "keel "
 NS = 1_000_000_000
 
@@ -100,14 +102,7 @@ def predict(trace: Path, folder: Path, replicas: int = 2, policy: str = "stable"
     and compare request by request."""
     live = pq.read_table(trace).to_pydict()
     fleet = fleet_of([(PROFILE, replicas)])
-    request_in_ns = round(fleet[0].profile.overheads.request_in_ns.value)
-    world = WorldSettings(
-        gateway_ns=_entry_ns(live),
-        # What the server's HTTP side takes is the profile's to know; live it is the network's.
-        network_ns=max(0, _median_ns(live["network_s"]) - request_in_ns) // 2,
-        scrape_every_ns=NS,
-        scrape_age_ns=0,
-    )
+    world = world_as_seen(live, fleet[0].profile)
     out = folder / "predicted"
     replay(
         open_trace(trace),
@@ -137,6 +132,18 @@ def predict(trace: Path, folder: Path, replicas: int = 2, policy: str = "stable"
             comparison.errors_pct[key] = 100 * abs(predicted - measured) / measured
             comparison.told[key] = (1e3 * measured, 1e3 * predicted)
     return comparison
+
+
+def world_as_seen(live: dict[str, list[Any]], profile: Profile) -> WorldSettings:
+    """The world around the engines with the network and gateway times of a recorded trace."""
+    request_in_ns = round(profile.overheads.request_in_ns.value)
+    return WorldSettings(
+        gateway_ns=_entry_ns(live),
+        # What the server's HTTP side takes is the profile's to know; live it is the network's.
+        network_ns=max(0, _median_ns(live["network_s"]) - request_in_ns) // 2,
+        scrape_every_ns=NS,
+        scrape_age_ns=0,
+    )
 
 
 def _entry_ns(live: dict[str, list[Any]]) -> int:
