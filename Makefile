@@ -10,7 +10,7 @@ export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
 .PHONY: demo live-demo test test-live check oracle bench-twin bench-gateway dst scenarios \
-  scenarios-long scorecard soak soak-long format clean
+  scenarios-long scorecard soak soak-long fidelity gpu-steps format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
@@ -61,6 +61,15 @@ scenarios: .venv/dev
 scenarios-long: .venv/dev
 	$(BIN)/python -m tests.bench.bench_scenarios --long
 
+# About half an hour on two cores: the twin against real vLLM here, and against recorded runs.
+fidelity: .venv/fidelity
+	$(BIN)/python -m tests.bench.fidelity
+	$(BIN)/python -m tests.bench.fidelity.charts
+
+# Step times of a Qwen3-8B-shaped model with PyTorch; without a GPU a tiny shape, and says so.
+gpu-steps: .venv/gpu
+	$(BIN)/python -m tests.bench.gpu_steps
+
 format: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -78,6 +87,14 @@ clean:
 .venv/live: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[live]'
 	touch $@ .venv/demo
+
+.venv/fidelity: .venv/dev
+	$(BIN)/pip install -q -c constraints.txt -e '.[fidelity]'
+	touch $@
+
+.venv/gpu: .venv/dev
+	$(BIN)/pip install -q -c constraints.txt -e '.[gpu]'
+	touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'

@@ -137,7 +137,7 @@ class Played:
             "totals": self.totals,
             "refused": self.refused,
             "requests": [
-                (seq.id, seq.state, seq.scheduled_ns, seq.cached_tokens, seq.preemptions)
+                (seq.id, seq.state, seq.scheduled_ns, seq.turn, seq.cached_tokens, seq.preemptions)
                 for seq in self.seqs
             ],
             "steps": engine.steps,

@@ -40,6 +40,8 @@ class Served:
     """When it was first in a batch, on the engine's clock."""
     first_ns: int = -1
     last_ns: int = -1
+    decode_ns: int = 0
+    """From the first token to the last, on the engine's clock."""
     cached_tokens: int = 0
     preemptions: int = 0
 
@@ -76,11 +78,13 @@ def serve_alone(
     served: list[Served] = []
 
     def first(seq: Sequence, at_ns: int) -> None:
-        served[seq.id].first_ns = at_ns + token_ns
+        served[seq.id].first_ns = at_ns + token_ns * seq.turn
 
     def finish(seq: Sequence) -> None:
         each = served[seq.id]
-        each.last_ns = engine.now_ns + token_ns * seq.outputs + out_ns
+        now_ns = engine.now_ns
+        each.decode_ns = now_ns - (each.first_ns - token_ns * seq.turn)
+        each.last_ns = max(now_ns + token_ns * seq.outputs, each.first_ns) + out_ns
         each.scheduled_ns = seq.scheduled_ns
         each.cached_tokens = seq.cached_tokens
         each.preemptions = seq.preemptions

@@ -88,3 +88,5 @@ class Result(NamedTuple):
     """Whether the engine's last answer was right, where an answer model knows: 1 or 0."""
     answered_ns: int = -1
     """The engine's answer was back at the controller; what it did with it then, took the rest."""
+    turn: int = 0
+    """Outputs that its server sent until the first token was out, that one included."""

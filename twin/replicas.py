@@ -56,7 +56,7 @@ class Replica:
     """Wakes its engine, carries its answers back, and lives and dies."""
 
     __slots__ = (
-        "_alarm", "_broken", "_callbacks", "_cost", "_env", "_first_out_ns", "_life",
+        "_alarm", "_back_ns", "_broken", "_callbacks", "_cost", "_env", "_life",
         "_loss_permille", "_on_finished", "_on_first", "_on_second", "_oom", "_past_busy_ticks",
         "_past_preemptions", "_past_steps", "_priority", "_skip", "_stalled_until_ns", "_troubled",
         "_troubles", "_world", "engine", "entry_ns", "exit_ns", "id", "spec", "state",
@@ -165,7 +165,7 @@ class Replica:
             seq.data = UNHEARD  # nor will anybody hear the rest
             return
         call.first_ns = at_ns
-        delay_ns = at_ns - self.engine.now_ns + self._first_out_ns
+        delay_ns = at_ns - self.engine.now_ns + self.token_out_ns * seq.turn + self._back_ns
         self._env.schedule(Event(self._on_first, seq), DELIVERIES, delay_ns)
 
     def _finish(self, seq: Sequence) -> None:
@@ -175,14 +175,16 @@ class Replica:
         if self._troubled and self._lost(seq.id, _ANSWER, call.tries):
             seq.data = UNHEARD
             return
-        delay_ns = self.exit_ns
-        if not seq.pooling:
-            delay_ns += self.token_out_ns * seq.outputs
+        now_ns = self.engine.now_ns
+        tokens_ns = 0 if seq.pooling else self.token_out_ns * seq.outputs
         if call.seq is seq:
-            call.last_ns = self.engine.now_ns
+            call.last_ns = now_ns
+            if seq.turn > seq.outputs:  # a short answer: it does not overtake its first token
+                tokens_ns = max(tokens_ns, call.first_ns + self.token_out_ns * seq.turn - now_ns)
+            delay_ns = tokens_ns + self.exit_ns
             self._env.schedule(Event(self._on_finished, seq), DELIVERIES, delay_ns)
         elif call.second is not None and call.second.seq is seq:
-            self._env.schedule(Event(self._on_second, seq), DELIVERIES, delay_ns)
+            self._env.schedule(Event(self._on_second, seq), DELIVERIES, tokens_ns + self.exit_ns)
 
     # ---- troubles ----
 
@@ -213,7 +215,7 @@ class Replica:
         request_in_ns = round(Fraction(overheads.request_in_ns.value) * upload_factor)
         self.entry_ns = settings.gateway_ns + network_ns + request_in_ns
         self.exit_ns = network_ns + round(overheads.request_out_ns.value)
-        self._first_out_ns = self.token_out_ns + network_ns
+        self._back_ns = network_ns
 
     def _set_cost(self) -> None:
         troubles = self._troubles.values()

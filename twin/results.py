@@ -38,7 +38,7 @@ class Observed:
         (
             outcome, why, tier, _, replica, tries, arrival, settled, dispatched, scheduled,
             first, last, first_out, cached, output_tokens, preemptions, confidence_permille,
-            verification, correct, answered,
+            verification, correct, answered, turn,
         ) = zip(*chunk.results, strict=True)  # fmt: skip
         self.outcome: tuple[str, ...] = outcome
         self.why: tuple[str, ...] = why
@@ -55,8 +55,8 @@ class Observed:
         self.answered = np.array([value in ("answered", "degraded") for value in outcome])
         self.whole = self._whole()
         """Those that got an answer worth the name: a template, or a part of a chain, is none."""
-        times = (arrival, dispatched, scheduled, first, last, first_out, answered)
-        self.columns = self._hops(chunk, fleet, settings, *(np.array(value) for value in times))
+        of = (arrival, dispatched, scheduled, first, last, first_out, answered, turn)
+        self.columns = self._hops(chunk, fleet, settings, *(np.array(value) for value in of))
 
     def _whole(self) -> Array:
         if "degraded" not in self.outcome:
@@ -71,7 +71,7 @@ class Observed:
     def _hops(
         self, chunk: Chunk, fleet: list[ReplicaSpec], settings: WorldSettings, arrival: Array,
         dispatched: Array, scheduled: Array, first: Array, last: Array, first_out: Array,
-        answered: Array,
+        answered: Array, turn: Array,
     ) -> dict[str, Array]:  # fmt: skip
         """See ``twin.world`` for the way of a request."""
         token_out = np.array([spec.profile.overheads.token_out_ns.value for spec in fleet] + [0.0])
@@ -83,7 +83,7 @@ class Observed:
         held_ns = np.where(kept, self.settled_ns - dispatched - settings.gateway_ns, held_ns)
         entered = dispatched + settings.gateway_ns + settings.network_ns
         # An embedding has no first token: all of its engine time is prefill.
-        prefilled = np.where(has_first, first + token_out, last)
+        prefilled = np.where(has_first, first + token_out * turn, last)
         e2e = self.settled_ns - arrival
         # Of an answer sent as a whole only its engine knew the first token.
         heard = np.where(first_out >= 0, first_out, first)

@@ -3,8 +3,10 @@
 A request's way, all in nanoseconds of simulated time::
 
     arrival -> [policy's queue] -> dispatch -> gateway, network, request_in -> engine
-    engine -> token_out, network -> first token
+    engine -> token_out per sequence running, network -> first token
     engine -> request_out, token_out per token, network -> finished
+
+A server sends the outputs of a step one after another, and a new sequence's comes last.
 
 What happens at the same instant has a fixed order: faults, arrivals, deliveries (in the order in
 which they became certain), then engines by number.
@@ -468,13 +470,14 @@ class World:
             seq = call.gone
         if seq is None:
             scheduled_ns = -1
-            cached_tokens = output_tokens = preemptions = 0
+            cached_tokens = output_tokens = preemptions = turn = 0
         else:
             scheduled_ns = seq.scheduled_ns
             cached_tokens = seq.cached_tokens
             done = call.answered_ns >= 0 and not seq.pooling
             output_tokens = seq.outputs if done else 0
             preemptions = seq.preemptions
+            turn = seq.turn
             seq.data = None  # each held the other: free both now, not at the collector's leisure
             if call.second is not None:
                 call.second.seq.data = None
@@ -484,7 +487,7 @@ class World:
             call.tries, call.arrival_ns, self.env._now, call.dispatched_ns, scheduled_ns,
             call.first_ns, call.last_ns, call.first_out_ns, cached_tokens, output_tokens,
             preemptions, decision.confidence_permille, decision.verification, call.correct,
-            call.answered_ns,
+            call.answered_ns, turn,
         )  # fmt: skip
         chunk.open -= 1
         if not chunk.open:

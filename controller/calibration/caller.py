@@ -28,6 +28,8 @@ TOKENS = range(10, 3000)
 """Ids that every model's vocabulary has; those below are often special."""
 LOGPROBS = 5
 _DONE = b"data: [DONE]"
+_ERROR = b'data: {"error"'
+"""An error within a stream; the word alone may be the model's."""
 
 
 class Sent(NamedTuple):
@@ -205,7 +207,7 @@ def _check(ready: _Ready, status: int, body: bytes) -> None:
     if status != 200:
         raise CalibrationError(f"{ready.id}: the server answered {status}: {shown}")
     if ready.ask.stream:
-        if not body.rstrip().endswith(_DONE) or b'"error"' in body:
+        if not body.rstrip().endswith(_DONE) or _ERROR in body:
             tail = body[-300:].decode("utf-8", "replace")
             raise CalibrationError(f"{ready.id}: the stream broke off: {tail}")
         return

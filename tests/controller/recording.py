@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from policy.files import load_policy
-from tests.controller.asking import Answer, ask, session
+from tests.controller.asking import CHAT, Answer, ask, session
 from tests.controller.processes import MODEL, PROFILE
 from traces import open_trace
 from twin.fleet import fleet_of
@@ -35,6 +35,7 @@ class Asking:
     at_s: float
     document: dict[str, Any]
     headers: dict[str, str]
+    path: str = CHAT
 
 
 def load(
@@ -75,7 +76,7 @@ async def play(url: str, asked: list[Asking]) -> list[Answer]:
         waiting: list[asyncio.Task[Answer]] = []
         for each, body in zip(asked, bodies, strict=True):
             await asyncio.sleep(max(0.0, began_s + each.at_s - time.monotonic()))
-            waiting.append(asyncio.create_task(ask(client, url, body, each.headers)))
+            waiting.append(asyncio.create_task(ask(client, url, body, each.headers, each.path)))
         return list(await asyncio.gather(*waiting))
 
 

@@ -123,6 +123,17 @@ def test_a_stream_without_its_end_is_an_error_and_is_not_asked_for_again() -> No
     assert calls == 1
 
 
+def test_a_model_may_say_error() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b'data: {"choices": [{"text":"error"}]}\n\ndata: [DONE]\n\n')
+        return answer
+
+    sent, _ = play(handler, Phase("api", (Ask(4, 1, stream=True),), one_by_one=True))
+    assert len(sent) == 1
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [

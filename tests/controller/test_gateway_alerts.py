@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import pytest
 
 from tests.controller.asking import ask_all, chat
 from tests.controller.inprocess import story_of
 from tests.controller.processes import MODEL, eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.controller.processes import Twin
-
-
-@pytest.fixture
-def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Somebody who listens, and what was told."""
-    told: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/alerts", told
-        server.shutdown()
-        thread.join(5)
 
 
 def test_a_broken_server_is_told_once(

@@ -22,6 +22,7 @@ OPTIONS = (
     "--num-gpu-blocks-override", "512",
     "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS),
     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    "--enable-logging-iteration-details",
 )  # fmt: skip
 
 
@@ -65,11 +66,13 @@ def spans() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def vllm(spans: Collector) -> Iterator[list[Vllm]]:
+def vllm(spans: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Vllm]]:
     """Two real vLLM servers of the tiny model."""
     variables = {
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "300",
+        "TWINKEEL_STEPS": str(tmp_path_factory.mktemp("steps")),
+        "TWINKEEL_STEPS_QUIET": "0",  # the text log is there, too: it is held against the records
     }
     endpoint = f"{spans.url}/v1/traces"
     with vllm_servers(

@@ -22,7 +22,7 @@ from controller.store.database import Database
 from controller.upstream.replica import Replica
 from policy.compose import build_policy
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Settled
-from policy.events import ReplicaDown, ReplicaUp, Scraped
+from policy.events import ReplicaDown, ReplicaUp, Scraped, StepsRead
 from policy.files import FileError, load_policy, parse_policy
 from policy.log import HashLog
 from policy.parameters import render
@@ -264,8 +264,11 @@ def test_rotation_and_metrics_are_of_the_present_replica() -> None:
     stats.decided(Rotated(0, "ejected", "http_5xx"))
     assert stats.rotation[0][0].state == "ejected"
     assert stats.scraped[0][0].running == 3
+    stats.fed(6, StepsRead(0, 100, 900, 1000))
+    assert stats.drifts.permille(0) == -100
     stats.fed(7, ReplicaDown(0, "gone"))
     assert 0 not in stats.scraped
+    assert stats.drifts.permille(0) is None
     stats.fed(8, replica_up(0))
     assert 0 not in stats.rotation
 

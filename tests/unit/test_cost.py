@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from policy.cost import (
     TICKS_PER_NS,
+    Coefficient,
     Padding,
     Profile,
     StepCost,
+    TokenPadding,
     activation_bytes,
     kv_blocks,
     request_flops,
@@ -116,6 +118,58 @@ def test_padding_is_compiled_to_one_entry_a_batch_size() -> None:
     assert cost.step_ticks(500, 10) - plain.step_ticks(500, 10) == ticks(7)
 
 
+def test_a_step_that_prefills_is_padded_by_its_new_tokens_and_not_by_its_batch() -> None:
+    table = tuple(range(0, 5130, 10))
+    padded = msgspec.structs.replace(COST, padding=(7,) * 257, token_padding=table)
+    assert padded.step_ticks(4, 1000) == COST.step_ticks(4, 1000) + 7
+    assert padded.step_ticks(4, 1000, 60, 3600) == COST.step_ticks(4, 1000, 60, 3600) + 640
+    assert padded.step_ticks(0, 0, 60, 3600) == COST.step_ticks(0, 0, 60, 3600) + 600
+    assert padded.step_ticks(4, 1000, 900) == COST.step_ticks(4, 1000, 900) + 5120
+    assert padded.step_ticks(0, 0) == COST.step_ticks(0, 0)
+    by_batch = msgspec.structs.replace(COST, padding=(7,) * 257)
+    assert by_batch.step_ticks(4, 1000, 60) == COST.step_ticks(4, 1000, 60) + 7
+
+
+def test_beside_a_prefill_decoding_costs_more_by_sequence_and_kv_token() -> None:
+    mixed = msgspec.structs.replace(COST, mixed_per_sequence=1000, mixed_per_kv_token=5)
+    assert mixed.step_ticks(4, 1000) == COST.step_ticks(4, 1000)
+    assert mixed.step_ticks(0, 0, 60, 3600) == COST.step_ticks(0, 0, 60, 3600)
+    assert mixed.step_ticks(4, 300, 60) == COST.step_ticks(4, 300, 60) + 4 * 1000 + 300 * 5
+
+
+def test_terms_of_steps_that_prefill_are_compiled_and_scaled() -> None:
+    profile = load_profile("h100-sxm/qwen3-8b")
+    plain = StepCost.from_profile(profile)
+    assert plain.mixed_per_sequence == plain.mixed_per_kv_token == 0
+    assert plain.token_padding == ()
+    step = msgspec.structs.replace(
+        profile.step,
+        mixed_per_sequence_ns=Coefficient(3.0, "test"),
+        mixed_per_kv_token_ns=Coefficient(0.5, "test"),
+        batch_padding=(Padding(256, -100.0),),
+        token_padding=(TokenPadding(64, 5.0), TokenPadding(128, -7.0)),
+    )
+    profile = msgspec.structs.replace(profile, step=step)
+    cost = StepCost.from_profile(profile)
+    assert (cost.mixed_per_sequence, cost.mixed_per_kv_token) == (ticks(3), ticks(0.5))
+    assert len(cost.token_padding) == 8193
+    assert [cost.token_padding[at] for at in (64, 65, 8192)] == [ticks(5), ticks(-7), ticks(-7)]
+    models, gpu = load_models(), load_gpus()["h100-sxm"]
+    small, large = models["qwen3-8b"], models["qwen3-32b"]
+    scaled = scale_profile(profile, small, large, gpu, 2).step
+    by_layers = large.layer_parameters / small.layer_parameters / 2
+    assert scaled.mixed_per_sequence_ns is not None
+    assert scaled.mixed_per_sequence_ns.value == pytest.approx(3 * by_layers)
+    assert scaled.mixed_per_kv_token_ns is not None
+    kv_ratio = large.kv_bytes_per_token("bfloat16") / small.kv_bytes_per_token("bfloat16") / 2
+    assert scaled.mixed_per_kv_token_ns.value == pytest.approx(0.5 * kv_ratio)
+    assert [row.extra_ns for row in scaled.token_padding] == pytest.approx(
+        [5 * by_layers, -7 * by_layers]
+    )
+    read = large.decode_parameters / small.decode_parameters / 2
+    assert scaled.batch_padding[0].extra_ns == pytest.approx(-100 * read)
+
+
 def test_flops_are_two_per_parameter_and_token_plus_attention() -> None:
     def attention(first: int, last: int) -> int:
         return sum(4 * 36 * 4096 * (position + 1) for position in range(first, last))
@@ -164,7 +218,7 @@ def test_kv_blocks_of_a_real_run_on_an_rtx4090() -> None:
         max_num_batched_tokens=2048,
         max_model_len=32_768,
     )
-    blocks = kv_blocks(profile, load_models()["llama-3.1-8b"], load_gpus()["rtx4090"])
+    blocks = kv_blocks(profile, load_models()["llama-3.1-8b"], load_gpus()["rtx-4090"])
     assert blocks == pytest.approx(2588, rel=0.01)
 
 
@@ -208,6 +262,11 @@ def test_scaling_a_profile_to_its_own_model_changes_no_coefficient() -> None:
 def test_scaling_predicts_one_fitted_model_from_the_other() -> None:
     models, gpu = load_models(), load_gpus()["h100-sxm"]
     base, truth = load_profile("h100-sxm/llama-3.1-8b"), load_profile("h100-sxm/qwen3-8b")
+    # The rule scales the card's part; the host's was calibrated for one of the two only.
+    host = truth.step.host_per_step_ns
+    base = msgspec.structs.replace(
+        base, step=msgspec.structs.replace(base.step, host_per_step_ns=host)
+    )
     guess = StepCost.from_profile(
         scale_profile(base, models["llama-3.1-8b"], models["qwen3-8b"], gpu, 1)
     )
@@ -231,7 +290,7 @@ def test_more_cards_are_faster_but_less_than_in_proportion() -> None:
 def test_scaling_starts_from_one_card_of_the_same_kind() -> None:
     models, gpus = load_models(), load_gpus()
     base = load_profile("h100-sxm/qwen3-8b")
-    with pytest.raises(ValueError, match="starts from one rtx4090 card, got h100-sxm x 1"):
-        scale_profile(base, models["qwen3-8b"], models["qwen3-4b"], gpus["rtx4090"], 1)
+    with pytest.raises(ValueError, match="starts from one rtx-4090 card, got h100-sxm x 1"):
+        scale_profile(base, models["qwen3-8b"], models["qwen3-4b"], gpus["rtx-4090"], 1)
     with pytest.raises(ValueError, match="no all-reduce over 16 cards, only"):
         scale_profile(base, models["qwen3-8b"], models["qwen3-32b"], gpus["h100-sxm"], 16)

@@ -13,6 +13,7 @@ import pytest
 
 from policy.decisions import (
     Abort,
+    Alert,
     BreakerMoved,
     Decision,
     Dispatch,
@@ -37,6 +38,7 @@ from policy.events import (
     ReplicaUp,
     Restored,
     Standby,
+    StepsRead,
     Ticked,
     Verified,
 )
@@ -117,13 +119,44 @@ RIGHT: dict[str, list[Step]] = {
         (3, DONE, (ANSWER, Dispatch(1, 1, "stable"))), (4, Finished(1, 1, 9, 0, 9),
                                                        (Settled(1, "answered"),)),
     ],
+    "drifted": [
+        *UP, (1, StepsRead(0, 1000, 6_500_000, 5_000_000),
+              (Alert("drift r0", "x", (("drift_permille", 300),)),)),
+        (2, StepsRead(0, 100, 525_000, 500_000),
+         (Alert("drift r0", "x", (("drift_permille", 60),)),)),
+    ],
     "crashed": [
         *UP, sent(), (2, Restored(), (Settled(0, "failed", why="controller_lost",
                                               http_code=503),)),
     ],
 }  # fmt: skip
 
+READ = StepsRead(0, 1000, 6_500_000, 5_000_000)
+"""As many steps as it takes, 30 % too slow."""
+
+
+def drifted(permille: int, name: str = "r0") -> tuple[Alert]:
+    return (Alert(f"drift {name}", "x", (("drift_permille", permille),)),)
+
+
 WRONG: dict[str, tuple[str, list[Step]]] = {
+    "a drift out of nothing": ("DriftIsMeasured", [*UP, (1, Ticked(), drifted(300))]),
+    "a drift of another": ("DriftIsMeasured", [*UP, (1, READ, drifted(300, "r1"))]),
+    "a drift that is not so large": ("DriftIsMeasured", [*UP, (1, READ, drifted(301))]),
+    "a drift below the alarm": (
+        "DriftIsMeasured", [*UP, (1, StepsRead(0, 1000, 5_495_000, 5_000_000), drifted(99))],
+    ),
+    "a drift of few steps": (
+        "DriftIsMeasured", [*UP, (1, StepsRead(0, 999, 6_500_000, 5_000_000), drifted(300))],
+    ),
+    "a drift of another life": (
+        "DriftIsMeasured",
+        [*UP, (1, READ, ()), (2, ReplicaDown(0, "x"), ()), (3, up(0), ()),
+         (4, StepsRead(0, 1, 1300, 1000), drifted(300))],
+    ),
+    "a drift of one that is down": (
+        "DriftIsMeasured", [*UP, (2, ReplicaDown(0, "x"), ()), (3, READ, drifted(300))],
+    ),
     "never settled": ("OneOutcome", [*UP, sent()]),
     "settled twice": ("OneOutcome", [*UP, sent(), (2, DONE, (ANSWER, ANSWER))]),
     "sent after it was settled": (

@@ -57,6 +57,19 @@ def shared(id: int, tokens: int, output: int = 1, limit: int = 0) -> Request:
 
 
 @BOTH
+def test_a_first_token_knows_how_many_run_when_its_step_is_decided(lag: bool) -> None:
+    settings = engine_settings(async_scheduling=lag, max_num_batched_tokens=6, max_num_seqs=3)
+    requests = Request(1, 4, 2), Request(2, 4, 9), Request(3, 1, 1), Request(4, 2, 3)
+    played = run(settings, *at_once(*requests))
+    assert [record.running for record in played.steps[:2]] == [[1, 2], [1, 2, 3]]
+    # 2 is a chunk at first, beside 1; 3 comes with what is left of it; 4 when there is a seat.
+    turns = {id: played.seq(id).turn for id in (1, 2, 3)}
+    assert turns == {1: 2, 2: 3, 3: 3}
+    seat = next(record for record in played.steps if 4 in record.running)
+    assert played.seq(4).turn == len(seat.running)
+
+
+@BOTH
 def test_the_first_token_comes_at_the_end_of_the_step_that_completes_the_prefill(
     lag: bool,
 ) -> None:

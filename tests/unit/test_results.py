@@ -32,7 +32,7 @@ def played(
     """One chunk of rows, played through two replicas."""
     fleet = bare_fleet(
         2,
-        engine_settings(max_num_seqs=2, **changes),
+        engine_settings(**{"max_num_seqs": 2, **changes}),
         flat_cost(1000, per_kv_token_ns=1, per_prefill_token_ns=2),
         overhead_ns=(5000, 400, 20),
     )
@@ -70,6 +70,18 @@ def test_the_hops_of_an_answer_add_up_to_its_time(tmp_path: Path, policy: str) -
     for name in HOPS:
         assert (seen.columns[name] >= 0).all(), name
     assert (seen.columns["schedule_s"] > 0).any()
+
+
+def test_an_answer_of_one_token_is_not_out_before_that_token(tmp_path: Path) -> None:
+    rows = [{"arrival_s": 0.0, "prompt_tokens": 10, "output_tokens": 1} for _ in range(60)]
+    _, seen, _ = played(tmp_path, rows, max_num_seqs=40, max_num_batched_tokens=999)
+    columns = seen.columns
+    # Thirty a replica, all in one step: thirty outputs to send, and then the way out.
+    assert set((columns["decode_s"] * 1e9).round()) == {400.0}
+    assert set((columns["prefill_s"] * 1e9).round()) == {1000 + 30 * 2 * 10 + 30 * 20}
+    assert np.allclose(columns["e2e_s"] - columns["ttft_s"], 400e-9, rtol=0, atol=1e-12)
+    total = sum(columns[name] for name in HOPS)
+    assert np.allclose(total, columns["e2e_s"], rtol=0, atol=1e-12)
 
 
 def test_each_hop_is_what_it_says(tmp_path: Path) -> None:

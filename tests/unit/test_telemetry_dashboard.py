@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.telemetry.metrics import LogHealth, Metrics, Sink, State
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Settled, Verify
-from policy.events import Failed, ReplicaDown, Scraped
+from policy.events import Failed, ReplicaDown, Scraped, StepsRead
 from policy.tiers import NAMES
 from tests.telemetry_support import MS, S, answer, call, dispatch, metrics, refuse, up
 
@@ -38,6 +38,7 @@ def exercised() -> Metrics:
     for replica in range(6):
         of.fed(0, up(replica))
         of.fed(S, Scraped(replica, 1, 1, 10, 0, MS))
+        of.fed(S, StepsRead(replica, 100, 1300, 1000))
     of.fed(2 * S, ReplicaDown(5, "gone"))
     of.fed(2 * S, Failed(0, 0, "timeout"))
     for number, (tier, sla) in enumerate((t, s) for t in NAMES for s in ("P0", "P1", "P2")):

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.telemetry.metrics import BREAKERS_MOST, LogHealth, Metrics, Sink, State
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Settled, Verify
-from policy.events import Failed, ReplicaDown, Scraped
+from policy.events import Failed, ReplicaDown, Scraped, StepsRead
 from tests.telemetry_support import (
     MS,
     S,
@@ -245,8 +245,16 @@ def test_replicas_in_and_out() -> None:
     assert found["twinkeel_replica_waiting"] == {("a",): 2}
     assert found["twinkeel_replica_kv_used_ratio"] == {("a",): 0.75}
     assert found["twinkeel_replica_scrape_age_seconds"] == {("a",): 3}
+    of.fed(18 * S, StepsRead(0, 100, 1200, 1000))
+    of.fed(18 * S, StepsRead(0, 300, 4200, 3000))
+    of.fed(18 * S, StepsRead(1, 0, 0, 0))
+    of.fed(18 * S, StepsRead(7, 9, 9, 9))
+    found = read(of)
+    assert found["twinkeel_replica_drift_ratio"] == {("a",): 0.35}
+    assert found["twinkeel_replica_steps_total"] == {("a",): 400, ("a#1",): 0}
     of.fed(19 * S, ReplicaDown(0, "gone"))
     found = read(of)
+    assert "twinkeel_replica_drift_ratio" not in found
     assert found["twinkeel_replica_state"]["a", "down"] == 1
     assert "twinkeel_replica_running" not in found
 

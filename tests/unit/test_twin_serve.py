@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from policy.files import load_profile
 from policy.signals import certainty
+from tests.support import bare_fleet, engine_settings, flat_cost
+from twin.engine import Sequence
 from twin.serve import faults
 from twin.serve.alarm import ExactAlarm, LoopAlarm, alarm
 from twin.serve.answers import ChatShape, CompletionShape, Times, Usage, embeddings, piece_of
@@ -245,6 +247,60 @@ def test_both_encodings_of_an_embedding_are_the_same_unit_vector() -> None:
         assert one["embedding"] == pytest.approx(vector)
         assert sum(value * value for value in vector) == pytest.approx(1, abs=1e-5)
     assert plain[0]["embedding"] != plain[1]["embedding"]
+
+
+# Outputs, sent in turn
+
+
+class Heard:
+    """A hearer that notes when it is told what."""
+
+    def __init__(self, live: LiveEngine, over: asyncio.Event) -> None:
+        self.first_ns = self.last_ns = -1
+        self.watching = False
+        self.sent = 0
+        self.told: list[tuple[str, int]] = []
+        self._live = live
+        self._over = over
+
+    def hear_first(self) -> None:
+        self.told.append(("first", self._live.now_ns))
+
+    def hear_tokens(self, count: int) -> None:
+        raise AssertionError("it is not watching")
+
+    def hear_last(self) -> None:
+        self.told.append(("last", self._live.now_ns))
+        self._over.set()
+
+
+def test_first_tokens_wait_for_the_outputs_in_front_and_short_answers_for_them() -> None:
+    token_ns, out_ns = 20_000_000, 1_000_000
+    fleet = bare_fleet(
+        1, engine_settings(), flat_cost(1000), overhead_ns=(1_000_000, out_ns, token_ns)
+    )
+    outputs = [1, 2, 5]
+
+    async def run() -> list[Heard]:
+        loop = asyncio.get_running_loop()
+        (spec,) = fleet
+        live = LiveEngine(loop, spec.settings, spec.cost, spec.profile.overheads)
+        over = [asyncio.Event() for _ in outputs]
+        heard = [Heard(live, each) for each in over]
+        at_ns = live.now_ns
+        for number, (count, each) in enumerate(zip(outputs, heard, strict=True)):
+            live.submit(Sequence(number, 5, count, count, data=each), at_ns=at_ns)
+        await asyncio.wait_for(asyncio.gather(*(each.wait() for each in over)), 30)
+        live.close()
+        return heard
+
+    for count, each in zip(outputs, asyncio.run(run()), strict=True):
+        (first, first_ns), (last, last_ns) = each.told
+        assert (first, last) == ("first", "last")
+        assert first_ns >= each.first_ns + 3 * token_ns
+        assert last_ns >= out_ns + max(
+            each.first_ns + 3 * token_ns, each.last_ns + count * token_ns
+        )
 
 
 # Metrics

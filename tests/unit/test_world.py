@@ -89,6 +89,31 @@ def test_every_hop_of_a_request_takes_what_it_should() -> None:
     assert (result.outcome, result.http_code, result.tries) == ("answered", 200, 1)
 
 
+def test_a_first_token_is_sent_after_those_of_the_sequences_that_run() -> None:
+    fleet = bare_fleet(1, engine_settings(), flat_cost(STEP_NS), overhead_ns=OVERHEADS)
+    rows = {"arrival_s": [0.0, 2e-6, 5e-6], "prompt_tokens": [5] * 3, "output_tokens": [4, 9, 9]}
+    _, results = play_rows(rows, fleet, fifo(), settings=REAL)
+    assert [result.turn for result in results] == [1, 2, 2]  # the first is over when the last comes
+    for result in results:
+        assert result.first_out_ns == result.first_ns + 20 * result.turn + 300
+        tokens = result.output_tokens
+        assert result.settled_ns == result.last_ns + 400 + 20 * tokens + 300
+
+
+def test_a_short_answer_does_not_overtake_its_first_token() -> None:
+    fleet = bare_fleet(1, engine_settings(), flat_cost(STEP_NS), overhead_ns=(5000, 0, 900))
+    rows = {"arrival_s": [0.0] * 3, "prompt_tokens": [5] * 3, "output_tokens": [1, 2, 9]}
+    log = ListLog()
+    _, results = play_rows(rows, fleet, fifo(), settings=REAL, log=log)
+    one, two, nine = results
+    assert one.first_ns == one.last_ns
+    assert one.first_out_ns == one.settled_ns == one.last_ns + 3 * 900 + 300
+    assert two.settled_ns == max(two.first_out_ns, two.last_ns + 2 * 900 + 300)
+    assert nine.settled_ns == nine.last_ns + 9 * 900 + 300
+    told = [type(event).__name__ for _, event, _ in log.records if getattr(event, "request", 9) < 2]
+    assert told.index("FirstToken") < told.index("Finished")
+
+
 def test_an_embedding_has_no_first_token_and_no_tokens_to_put_out() -> None:
     fleet = bare_fleet(1, engine_settings(), flat_cost(STEP_NS), overhead_ns=OVERHEADS)
     rows = {"arrival_s": [0.0], "prompt_tokens": [5], "endpoint": ["embeddings"]}

@@ -132,16 +132,14 @@ def whole_requests_inside(
         return {}
     measured: dict[str, list[float]] = {"e2e": [], "tpot": []}
     predicted: dict[str, list[float]] = {"e2e": [], "tpot": []}
-    token_ns = overheads.token_out_ns.value
     for (_, row), each in zip(known, served, strict=True):
         assert row.e2e_ns is not None
         measured["e2e"].append(row.e2e_ns)
         predicted["e2e"].append(each.e2e_ns)
         if row.decode_ns is not None and row.output_tokens > 1:
             gaps = row.output_tokens - 1
-            way_out_ns = overheads.request_out_ns.value + token_ns * gaps
             measured["tpot"].append(row.decode_ns / gaps)
-            predicted["tpot"].append((each.e2e_ns - each.ttft_ns - way_out_ns) / gaps)
+            predicted["tpot"].append(each.decode_ns / gaps)
     return {
         name: _compare(np.array(predicted[name], dtype=np.float64), np.array(values))
         for name, values in measured.items()

@@ -104,7 +104,8 @@ class Engine:
         settings: sizes and switches.
         cost: the step-time formula, in ticks.
         on_first: called with a sequence and the time at which its first token will have been
-            computed, as soon as that is certain. It may still be aborted before then.
+            computed, as soon as that is certain; its ``turn`` is set by then. It may still be
+            aborted before that time.
         on_finish: called with a sequence when its last token (or its embedding) has been computed.
         skip: leave out the decisions that change nothing.
         on_step: called after every decision; needs ``skip=False``.
@@ -733,6 +734,7 @@ class Engine:
         When that is, is known, so first tokens need no decision of their own.
         """
         ended: list[Sequence] = []
+        running = len(self._running)
         end_ns = self._end_ticks >> TICK_BITS
         size = self._block_tokens
         for seq in done:
@@ -741,6 +743,7 @@ class Engine:
             seq.prefilled = total
             seq.replayed = 0
             if not kept and not seq.pooling:
+                seq.turn = running
                 self._on_first(seq, end_ns)
             more = seq.outputs - kept - 1
             if not more and not (seq.eos and self._lag):

@@ -70,7 +70,7 @@ class Sequence:
         "arrival_ns", "cached_tokens", "data", "eos", "held", "held_blocks", "id", "known_tokens",
         "max_tokens", "offset", "order", "output_tokens", "outputs", "own_run", "path", "pooling",
         "preemptions", "prefilled", "prefix", "prefix_block_tokens", "priority", "prompt_tokens",
-        "replayed", "scheduled_ns", "shared_blocks", "stalled_step", "state",
+        "replayed", "scheduled_ns", "shared_blocks", "stalled_step", "state", "turn",
     )  # fmt: skip
 
     arrival_ns: int
@@ -112,6 +112,8 @@ class Sequence:
         """First time in a batch."""
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache at the first admission."""
+        self.turn = 0
+        """Sequences running when the step of its first token was decided, itself included."""
         self.replayed = 0
         """Output tokens kept over a preemption: prompt of the next prefill."""
         self.prefilled = 0

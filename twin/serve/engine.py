@@ -5,8 +5,8 @@ late the event loop is, so lateness never adds up. It steps one decision at a ti
 of a step is also when tokens become visible, so one alarm a step serves both. When the clock stops
 (a hung engine), everything stops with it, and goes on as if nothing had happened.
 
-What leaves the engine takes the profile's time to get out: ``token_out`` for every token so far,
-and ``request_out`` at the end.
+What leaves the engine takes the profile's time to get out: ``token_out`` for every sequence running
+until the first token is out, for every token until the last is, and ``request_out`` at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
     from policy.cost import Overheads, StepCost
-    from twin.engine import EngineSettings, Load
+    from twin.engine import EngineSettings, Load, StepRecord
+    from twin.serve.steps import StepWriter
 
 _FIRST, _FINISH = range(2)
 
@@ -59,8 +60,14 @@ class LiveEngine:
         settings: EngineSettings,
         cost: StepCost,
         overheads: Overheads,
+        writer: StepWriter | None = None,
     ) -> None:
-        self._engine = Engine(settings, cost, self._first, self._finish, skip=False)
+        """``writer``: is told of every step."""
+        self._writer = writer
+        on_step = None if writer is None else self._stepped
+        self._engine = Engine(
+            settings, cost, self._first, self._finish, skip=False, on_step=on_step
+        )
         self._plain_cost = cost
         self._in_ns = round(overheads.request_in_ns.value)
         self.in_s = self._in_ns / 1e9
@@ -69,8 +76,8 @@ class LiveEngine:
         self._token_ns = round(overheads.token_out_ns.value)
         self.prompt_tokens = 0
         """Of prompts that were computed."""
-        self._start_ns = monotonic_ns()
         self._stopped_ns = -1
+        self._set_start(monotonic_ns())
         self._due: list[tuple[int, int, int, Sequence]] = []
         """Heap of (when, serial, what, sequence): what is on its way out."""
         self._serial = 0
@@ -88,6 +95,11 @@ class LiveEngine:
         """The engine's clock: it stands still while the engine is stopped."""
         return monotonic_ns() - self._start_ns if self._stopped_ns < 0 else self._stopped_ns
 
+    def _set_start(self, start_ns: int) -> None:
+        self._start_ns = start_ns
+        if self._writer is not None:
+            self._writer.start_ns = start_ns
+
     def stop_clock(self) -> None:
         """The engine hangs from now on."""
         if self._stopped_ns < 0:
@@ -96,7 +108,7 @@ class LiveEngine:
     def start_clock(self) -> None:
         """It goes on where it stood."""
         if self._stopped_ns >= 0:
-            self._start_ns = monotonic_ns() - self._stopped_ns
+            self._set_start(monotonic_ns() - self._stopped_ns)
             self._stopped_ns = -1
             self._alarm_ns = -1
             self._arm()
@@ -109,13 +121,17 @@ class LiveEngine:
 
     # ---- work ----
 
-    def submit(self, seq: Sequence) -> None:
-        """Hand over a request whose ``data`` is a ``Hearer``.
+    def submit(self, seq: Sequence, name: str = "", at_ns: int | None = None) -> None:
+        """Hand over a request whose ``data`` is a ``Hearer``. ``name``: its own, in the records;
+        ``at_ns``: when it was read, if that was before now.
 
         Raises:
             UnfitError: the engine could never serve it.
         """
-        self._engine.submit(seq, self.now_ns + self._in_ns)
+        at_ns = self.now_ns if at_ns is None else at_ns
+        self._engine.submit(seq, at_ns + self._in_ns)
+        if self._writer is not None:
+            self._writer.add(seq, name)
         self._arm()
 
     def abort(self, seq: Sequence) -> bool:
@@ -123,6 +139,8 @@ class LiveEngine:
         hearer = seq.data
         seq.data = None
         self._watched.pop(seq.id, None)
+        if self._writer is not None:
+            self._writer.drop(seq)
         if hearer is None or not self._engine.abort(seq.id, self.now_ns):
             return False
         self._arm()
@@ -136,7 +154,7 @@ class LiveEngine:
         hearer: Hearer | None = seq.data
         if hearer is not None:
             hearer.first_ns = at_ns
-            self._send(at_ns + self._token_ns, _FIRST, seq)
+            self._send(at_ns + self._token_ns * seq.turn, _FIRST, seq)
 
     def _finish(self, seq: Sequence) -> None:
         self._watched.pop(seq.id, None)
@@ -146,8 +164,16 @@ class LiveEngine:
         if hearer is not None:
             at_ns = self._engine.now_ns
             hearer.last_ns = at_ns
+            if self._writer is not None:
+                self._writer.finished(seq, self._in_ns, hearer.first_ns, at_ns)
             tokens_ns = 0 if seq.pooling else self._token_ns * seq.outputs
+            if seq.turn > seq.outputs:  # a short answer: it does not overtake its first token
+                tokens_ns = max(tokens_ns, hearer.first_ns + self._token_ns * seq.turn - at_ns)
             self._send(at_ns + self._out_ns + tokens_ns, _FINISH, seq)
+
+    def _stepped(self, record: StepRecord) -> None:
+        assert self._writer is not None
+        self._writer.decided(record, self._engine.now_ns)
 
     def _send(self, at_ns: int, what: int, seq: Sequence) -> None:
         self._serial += 1
@@ -174,11 +200,15 @@ class LiveEngine:
         self._pumping = True
         try:
             now_ns = self.now_ns
-            engine = self._engine
+            engine, writer = self._engine, self._writer
             woken_ns = -1
             while (wake_ns := engine.next_wake_ns) is not None and wake_ns <= now_ns:
+                if writer is not None:
+                    writer.wake(wake_ns)
                 engine.wake(wake_ns)
                 woken_ns = wake_ns
+            if writer is not None:
+                writer.flush()
             due = self._due
             while due and due[0][0] <= now_ns:
                 _, _, what, seq = heappop(due)

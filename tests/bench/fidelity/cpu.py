@@ -73,8 +73,10 @@ class Run:
     served: list[Served]
     speed: float
     """How many times as long as the profile says steps took just then."""
-    plain: list[Served] = field(default_factory=list)
+    plain: list[Served]
     """The twin without regard to that."""
+    own: list[Served]
+    """The twin at the speed of the run's own steps: what is left is the schedule's error."""
 
 
 @dataclass
@@ -117,20 +119,22 @@ def running(name: ServerName, steps: Path) -> Iterator[Driven]:
 
 
 def _favour(server: Vllm, cores: Sequence[int]) -> None:
-    """First in the queue for the processors, as far as this user may; engine and clients apart."""
-    worker = server.engine_pids()
-    with suppress(PermissionError):
-        Path(f"/proc/{server.process.pid}/autogroup").write_text("-20")
-        for pid in (server.process.pid, *worker):
-            os.setpriority(os.PRIO_PROCESS, pid, -15)
-    if len(cores) > 1:
-        others = set(cores[1:])
-        os.sched_setaffinity(0, others)
-        for pid in (server.process.pid, *worker):
-            if not Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::Work"):
-                for thread in os.listdir(f"/proc/{pid}/task"):
-                    with suppress(ProcessLookupError):
-                        os.sched_setaffinity(int(thread), others)
+    """Server and client come before whatever else the machine does, as far as this user may; the
+    model has a core of its own."""
+    engine = server.engine_pids()
+    for pid in (os.getpid(), server.process.pid):
+        with suppress(PermissionError, FileNotFoundError):
+            Path(f"/proc/{pid}/autogroup").write_text("-20")  # of the whole session
+    if len(cores) < 2:
+        return
+    others = set(cores[1:])
+    os.sched_setaffinity(0, others)
+    for pid in (server.process.pid, *engine):
+        if Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::Work"):
+            continue
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), others)
 
 
 def engine_of(settings: ServerSettings) -> EngineSettings:
@@ -227,12 +231,12 @@ class _Player:
         """One run of a segment."""
         self._driven.forget_prefixes()
         before = self._speed
-        seen, _ = self._driven.play(wants)
+        seen, rows = self._driven.play(wants)
         self._speed = self.yardstick()
         speed = (before * self._speed) ** 0.5
-        return Run(
-            seen, self._twin.play(seen, speed, stretch), speed, self._twin.play(seen, 1.0, stretch)
-        )
+        own = drift(self._twin.cost, self._driven.recording(rows)).ratio
+        served, plain, owned = (self._twin.play(seen, each, stretch) for each in (speed, 1.0, own))
+        return Run(seen, served, speed, plain, owned)
 
     def flood(self) -> dict[str, list[float]]:
         """Saturation, twice."""
@@ -259,10 +263,12 @@ class _Player:
                 result.a.append(self.run(segment, stretch))
                 result.b.append(self.run(segment, stretch))
             results.append(result)
-            errors = {name: round(row.error, 1) for name, row in rows_of(result).items()}
-            noise = {name: round(row.noise, 1) for name, row in rows_of(result).items()}
-            speeds = [round(run.speed, 3) for run in (*result.a, *result.b)]
-            self._told(f"{load.name}: errors {errors}, noise {noise}, speeds {speeds}")
+            text = ", ".join(
+                f"{name} {row.error:.1f} (noise {row.noise:.1f}, own speed {row.own_error:.1f})"
+                for name, row in rows_of(result).items()
+            )
+            speeds = " ".join(f"{run.speed:.2f}" for run in (*result.a, *result.b))
+            self._told(f"{load.name}: errors in %: {text}; speeds {speeds}")
         return results
 
 
@@ -286,6 +292,8 @@ class Row:
     """Between A and B, per cent."""
     plain_error: float
     """Of the twin without regard to the machine's speed of the moment, per cent."""
+    own_error: float
+    """Of the twin at the speed of the runs' own steps, per cent."""
 
     @property
     def error(self) -> float:
@@ -330,6 +338,7 @@ def rows_of(result: Result) -> dict[str, Row]:
     measured = seen_metrics(seen)
     predicted = served_metrics(seen, [each for run in runs for each in run.served])
     plain = served_metrics(seen, [each for run in runs for each in run.plain])
+    own = served_metrics(seen, [each for run in runs for each in run.own])
     one = seen_metrics([each for run in result.a for each in run.seen])
     two = seen_metrics([each for run in result.b for each in run.seen])
     return {
@@ -337,6 +346,7 @@ def rows_of(result: Result) -> dict[str, Row]:
             measured[name], predicted[name],
             200 * abs(one[name] - two[name]) / (one[name] + two[name]),
             100 * abs(plain[name] / measured[name] - 1),
+            100 * abs(own[name] / measured[name] - 1),
         )
         for name in measured
     }  # fmt: skip
@@ -355,7 +365,8 @@ def figures(outcome: Outcome) -> list[Figure]:
                     f"cpu_{result.load.name}_{name}_pct", row.error, row.noise, bar,
                     f"{result.load.what}: {requests} requests, {row.measured / 1e6:.1f} ms"
                     f" measured, {row.predicted / 1e6:.1f} ms predicted; without regard to the"
-                    f" machine's speed of the moment {row.plain_error:.1f} %{refused}",
+                    f" machine's speed of the moment {row.plain_error:.1f} % off, at the speed of"
+                    f" the runs' own steps {row.own_error:.1f} %{refused}",
                 )
             )  # fmt: skip
     real, twin = (np.array(outcome.saturation[name]) for name in ("real", "twin"))

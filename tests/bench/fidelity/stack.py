@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from policy.cost import StepCost
 from policy.files import load_policy
 from tests.bench.fidelity.driving import TOKENS
+from tests.controller.asking import COMPLETIONS
 from tests.controller.processes import Controllers
 from tests.controller.recording import Asking, play, world_as_seen
 from tests.figures import Figure
@@ -93,7 +94,7 @@ def asked(seed: int, rate: float) -> list[Asking]:
             "user": f"user{dice.integers(12)}",
         }
         sla = str(dice.choice(("P0", "P1", "P2"), p=(0.4, 0.4, 0.2)))
-        found.append(Asking(at_s, document, {"x-twinkeel-sla": sla}))
+        found.append(Asking(at_s, document, {"x-twinkeel-sla": sla}, COMPLETIONS))
     return found
 
 
@@ -121,10 +122,12 @@ def measure(
                 try:
                     controller = controllers([upstream], policy=POLICY)
                     requests = asked(number, saturation * LOAD)
-                    asyncio.run(play(controller.url, requests))
+                    answers = asyncio.run(play(controller.url, requests))
                     controller.stop()
                 finally:
                     controllers.close()
+                if wrong := {each.status for each in answers} - {200, 429}:
+                    raise RuntimeError(f"the controller answered {sorted(wrong)}")
                 before, speed = speed, yardstick()
                 trace = controller.data / "trace" / "trace.parquet"
                 runs.append(_compared(trace, path, (before * speed) ** 0.5, folder))
