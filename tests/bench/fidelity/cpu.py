@@ -4,7 +4,8 @@ The profile is calibrated with the designed load of `twinkeel calibrate`, never 
 tested. Each segment is played twice on the server, as A and B in turns, and what differs between
 them is the noise. Before and after each a short burst of the calibration's kind is played: how
 much longer its steps take than the profile says is how fast the machine is just now, and the twin
-plays the segment at that speed. Times are the server's own.
+plays the segment at that speed. (An error of the profile's level is in that, too; it is a figure of
+its own.) Times are the server's own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from policy.cost import StepCost
 from tests.bench.fidelity import stack
 from tests.bench.fidelity.driving import Driven, Seen
 from tests.bench.fidelity.loads import Load, ServerName, Want, all_loads, flood
+from tests.bench.fidelity.noise import noise_percent
 from tests.figures import Figure
 from tests.live.server import Vllm, vllm_servers
 from traces.steps import steps_file
@@ -59,10 +61,10 @@ BARS = {
 }  # fmt: skip
 COUNT_BAR = 5.0
 YARDSTICK = (
-    *(Want(0.0, 48, 72) for _ in range(12)),
-    *(Want(0.5 + 0.08 * number, 256, 2) for number in range(8)),
+    *(Want(0.0, 48, 120) for _ in range(12)),
+    *(Want(0.4 + 0.15 * number, 256, 2) for number in range(10)),
 )
-"""Steps that decode, and steps that prefill on top, about two seconds of them."""
+"""Steps that decode, and steps that prefill on top, two to three seconds of them."""
 
 
 @dataclass
@@ -97,6 +99,8 @@ class Outcome:
     results: list[Result]
     saturation: dict[str, list[float]]
     """Requests a second: ``real`` and ``twin``, flood by flood."""
+    speeds: list[float]
+    """All that the yardstick said."""
     stack: tuple[list[stack.Played], list[stack.Played]]
     """The whole stack on the first server: runs A, runs B."""
 
@@ -183,6 +187,7 @@ def measure(traces: Path, told: Callable[[str], None] = print) -> Outcome:
     with TemporaryDirectory(prefix="twinkeel-fidelity-") as scratch:
         folder = Path(scratch)
         results: list[Result] = []
+        speeds: list[float] = []
         with running("fcfs", folder / "fcfs") as driven:
             told("calibrating")
             record_load(driven.server.url, folder / "load", steps=steps_file(folder / "fcfs"))
@@ -200,6 +205,7 @@ def measure(traces: Path, told: Callable[[str], None] = print) -> Outcome:
             results += player.all(loads, "fcfs", rates)
             again = player.flood()
             saturation = {name: [*rates[name], *again[name]] for name in rates}
+            speeds += player.speeds
             through = stack.measure(
                 driven, profile, float(np.mean(saturation["real"])), player.yardstick, told
             )
@@ -207,7 +213,8 @@ def measure(traces: Path, told: Callable[[str], None] = print) -> Outcome:
             with running(name, folder / name) as driven:
                 player = _Player(driven, profile, outside_ns, told)
                 results += player.all(loads, name, saturation)
-    return Outcome(calibration, profile, results, saturation, through)
+                speeds += player.speeds
+    return Outcome(calibration, profile, results, saturation, speeds, through)
 
 
 class _Player:
@@ -221,28 +228,37 @@ class _Player:
         self._twin = Twin(profile, header.settings, outside_ns)
         self._told = told
         self._speed = self.yardstick()
+        self.speeds = [self._speed]
+        """All that the yardstick has said."""
 
     def yardstick(self) -> float:
         """How many times as long as the profile says steps take just now."""
         rows = self._driven.play(YARDSTICK)[1]
         return drift(self._twin.cost, self._driven.recording(rows)).ratio
 
-    def run(self, wants: Sequence[Want], stretch: float = 1.0) -> Run:
-        """One run of a segment."""
-        self._driven.forget_prefixes()
+    def pair(self, wants: Sequence[Want], stretch: float = 1.0) -> tuple[Run, Run]:
+        """A segment twice in a row, between two looks at the yardstick."""
         before = self._speed
-        seen, rows = self._driven.play(wants)
+        played = [self._once(wants), self._once(wants)]
         self._speed = self.yardstick()
+        self.speeds.append(self._speed)
         speed = (before * self._speed) ** 0.5
-        own = drift(self._twin.cost, self._driven.recording(rows)).ratio
+        a, b = (self._predicted(seen, own, speed, stretch) for seen, own in played)
+        return a, b
+
+    def _once(self, wants: Sequence[Want]) -> tuple[list[Seen], float]:
+        self._driven.forget_prefixes()
+        seen, rows = self._driven.play(wants)
+        return seen, drift(self._twin.cost, self._driven.recording(rows)).ratio
+
+    def _predicted(self, seen: list[Seen], own: float, speed: float, stretch: float) -> Run:
         served, plain, owned = (self._twin.play(seen, each, stretch) for each in (speed, 1.0, own))
         return Run(seen, served, speed, plain, owned)
 
     def flood(self) -> dict[str, list[float]]:
         """Saturation, twice."""
         rates: dict[str, list[float]] = {"real": [], "twin": [], "speed": []}
-        for _ in range(2):
-            run = self.run(flood(FLOOD).segments[0])
+        for run in self.pair(flood(FLOOD).segments[0]):
             rates["real"].append(_rate([each.at_ns + each.e2e_ns for each in run.seen]))
             rates["twin"].append(_rate([each.last_ns for each in run.served]))
             rates["speed"].append(run.speed)
@@ -260,8 +276,9 @@ class _Player:
             result = Result(load)
             stretch = own if load.stretch_twin else 1.0
             for segment in load.segments:
-                result.a.append(self.run(segment, stretch))
-                result.b.append(self.run(segment, stretch))
+                a, b = self.pair(segment, stretch)
+                result.a.append(a)
+                result.b.append(b)
             results.append(result)
             text = ", ".join(
                 f"{name} {row.error:.1f} (noise {row.noise:.1f}, own speed {row.own_error:.1f})"
@@ -341,10 +358,14 @@ def rows_of(result: Result) -> dict[str, Row]:
     own = served_metrics(seen, [each for run in runs for each in run.own])
     one = seen_metrics([each for run in result.a for each in run.seen])
     two = seen_metrics([each for run in result.b for each in run.seen])
+    pairs = [
+        (seen_metrics(a.seen), seen_metrics(b.seen))
+        for a, b in zip(result.a, result.b, strict=True)
+    ]
     return {
         name: Row(
             measured[name], predicted[name],
-            200 * abs(one[name] - two[name]) / (one[name] + two[name]),
+            noise_percent(one[name], two[name], [(a[name], b[name]) for a, b in pairs]),
             100 * abs(plain[name] / measured[name] - 1),
             100 * abs(own[name] / measured[name] - 1),
         )
@@ -355,7 +376,7 @@ def rows_of(result: Result) -> dict[str, Row]:
 def figures(outcome: Outcome) -> list[Figure]:
     """Every row with its bar; one whose noise is above half of it was not measured."""
     refused = "; the calibration was refused" if outcome.calibration.profile is None else ""
-    found: list[Figure] = []
+    found = _calibration_figures(outcome)
     for result in outcome.results:
         requests = sum(len(run.seen) for run in (*result.a, *result.b))
         for name, row in rows_of(result).items():
@@ -384,6 +405,35 @@ def figures(outcome: Outcome) -> list[Figure]:
     return found
 
 
+def _calibration_figures(outcome: Outcome) -> list[Figure]:
+    """Whether the profile is one at all, and how far its level is off.
+
+    The yardstick takes out of the loads' rows whatever is common to all steps: the machine's speed
+    of the moment, and an error of the calibration's level. This is where the latter shows.
+    """
+    speeds = np.array(outcome.speeds)
+    level = float(np.exp(np.mean(np.log(speeds))))
+    held_out = outcome.calibration.figures["held_out_errors"]["all"]
+    return [
+        Figure(
+            "cpu_calibration_accepted", float(outcome.calibration.profile is not None), "1", "= 1",
+            "; ".join(outcome.calibration.refusal) or "the fit was good enough",
+        ),
+        Figure(
+            "cpu_calibration_level_pct", round(100 * abs(level - 1), 2), "%", "<= 5",
+            f"steps took {level:.3f} times what the profile says, in {len(speeds)} looks at the"
+            f" yardstick over the whole measurement, from {speeds.min():.2f} to"
+            f" {speeds.max():.2f}",
+        ),
+        Figure(
+            "cpu_calibration_held_out_bias_pct", round(abs(held_out["bias_percent"]), 2), "%",
+            "<= 5",
+            f"{held_out['steps']:.0f} held-out steps when it was fitted, in all; each was off by"
+            f" {held_out['mean_percent']:.1f} % in the mean",
+        ),
+    ]  # fmt: skip
+
+
 def _figure(name: str, error: float, noise: float, bar: float, how: str) -> Figure:
     measured = noise <= bar / 2
     verdict = "" if measured else f"NOT MEASURED (error {error:.1f} %): "
@@ -395,7 +445,8 @@ def _figure(name: str, error: float, noise: float, bar: float, how: str) -> Figu
 
 def _counts(outcome: Outcome, name: str, loads: tuple[str, ...], what: str) -> Figure:
     """The worst of some loads by a count."""
-    worst: tuple[float, float, str] = (-1.0, 0.0, "")
+    worst: tuple[float, str] = (-1.0, "")
+    loudest = 0.0
     for result in outcome.results:
         if result.load.name not in loads:
             continue
@@ -410,8 +461,9 @@ def _counts(outcome: Outcome, name: str, loads: tuple[str, ...], what: str) -> F
         error = 100 * abs(counted["twin"] / both - 1)
         noise = 200 * abs(counted["a"] - counted["b"]) / both
         text = f"{result.load.what}: {both} measured, {counted['twin']} predicted"
-        worst = max(worst, (error, noise, text))
-    return _figure(name, worst[0], worst[1], COUNT_BAR, worst[2])
+        worst = max(worst, (error, text))
+        loudest = max(loudest, noise)
+    return _figure(name, worst[0], loudest, COUNT_BAR, worst[1])
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

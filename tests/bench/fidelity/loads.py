@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ServerName = Literal["fcfs", "priority", "tight"]
 BLOCK_TOKENS = 32
-SEGMENTS = 4
+SEGMENTS = 3
 SEGMENT_S = 12.0
 MOONCAKE_SCALE = 16
 """A block of 512 tokens becomes one of the engine's blocks."""
@@ -127,8 +127,9 @@ def all_loads(saturation: float, traces: Path, seqs: int) -> list[Load]:
     def poisson(percent: int) -> Load:
         rate = saturation * percent / 100
         return Load(
-            f"poisson{percent}", f"Poisson, {percent} % of saturation", "fcfs",
-            _drawn(percent, rate), stretch_twin=percent == 95,
+            f"poisson{percent}",
+            f"Poisson, {'each at its own ' if percent == 95 else ''}{percent} % of saturation",
+            "fcfs", _drawn(percent, rate), stretch_twin=percent == 95,
         )  # fmt: skip
 
     def prioritised(dice: np.random.Generator) -> Want:

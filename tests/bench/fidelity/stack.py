@@ -1,7 +1,8 @@
 """The whole stack: live controller and real vLLM under `stable`, against the twin under the same.
 
-From the recorded arrivals alone the twin replays what passed through the controller. A load is
-played twice, A and B in turns; what differs between them is the noise.
+From the recorded arrivals alone the twin replays what passed through the controller. Network and
+gateway times are those of a few requests before, when nothing else was under way. A load is played
+twice, A and B in turns; what differs between them is the noise.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 from policy.cost import StepCost
 from policy.files import load_policy
 from tests.bench.fidelity.driving import TOKENS
+from tests.bench.fidelity.noise import noise_percent
 from tests.controller.asking import COMPLETIONS
 from tests.controller.processes import Controllers
 from tests.controller.recording import Asking, play, world_as_seen
@@ -37,9 +39,12 @@ if TYPE_CHECKING:
 
     from policy.cost import Profile
     from tests.bench.fidelity.driving import Driven
+    from twin.world import WorldSettings
 
 ROUNDS, ROUND_S = 2, 30.0
 LOAD = 0.8
+CALM_LOAD, CALM_S = 0.1, 15.0
+"""What comes before, for the times of the way."""
 CV = 2.0
 POLICY = "stable"
 FEWEST = 40
@@ -74,16 +79,18 @@ class Played:
     live: Tiers
     twin: Tiers
     requests: int
+    agreed: int
+    """Answered here as there, or shed here as there."""
     shed_live: int
     shed_twin: int
 
 
-def asked(seed: int, rate: float) -> list[Asking]:
+def asked(seed: int, rate: float, seconds: float = ROUND_S) -> list[Asking]:
     """Gamma arrivals of three classes and 12 users; lengths as in the loads of the bare server."""
     dice = np.random.default_rng((seed, 17))
     shape = 1 / CV**2
     at_s, found = 0.2, []
-    while (at_s := at_s + float(dice.gamma(shape, 1 / (rate * shape)))) < ROUND_S:
+    while (at_s := at_s + float(dice.gamma(shape, 1 / (rate * shape)))) < seconds:
         tokens = int(np.clip(dice.lognormal(4.6, 0.7), 16, 512))
         document = {
             "model": "tiny",
@@ -114,53 +121,67 @@ def measure(
         path = Path(scratch) / "profile.yaml"
         write_profile(profile, path)
         upstream = {"url": driven.server.url, "profile": str(path)}
+
+        def passed(name: str, requests: list[Asking]) -> Path:
+            """Through a controller of its own; the trace that it recorded."""
+            controllers = Controllers(Path(scratch) / name)
+            try:
+                controller = controllers([upstream], policy=POLICY)
+                answers = asyncio.run(play(controller.url, requests))
+                controller.stop()
+            finally:
+                controllers.close()
+            if wrong := {each.status for each in answers} - {200, 429}:
+                raise RuntimeError(f"the controller answered {sorted(wrong)}")
+            return controller.data / "trace" / "trace.parquet"
+
+        calm = passed("calm", asked(99, saturation * CALM_LOAD, CALM_S))
+        world = world_as_seen(pq.read_table(calm).to_pydict(), profile)
         speed = yardstick()
         for number in range(ROUNDS):
             for side, runs in (("a", a), ("b", b)):
-                folder = Path(scratch) / f"{side}{number}"
-                controllers = Controllers(folder)
-                try:
-                    controller = controllers([upstream], policy=POLICY)
-                    requests = asked(number, saturation * LOAD)
-                    answers = asyncio.run(play(controller.url, requests))
-                    controller.stop()
-                finally:
-                    controllers.close()
-                if wrong := {each.status for each in answers} - {200, 429}:
-                    raise RuntimeError(f"the controller answered {sorted(wrong)}")
+                name = f"{side}{number}"
+                trace = passed(name, asked(number, saturation * LOAD))
                 before, speed = speed, yardstick()
-                trace = controller.data / "trace" / "trace.parquet"
-                runs.append(_compared(trace, path, (before * speed) ** 0.5, folder))
-                told(f"stack {side}{number}: {_text(runs[-1])}")
+                predicted = _replayed(trace, path, (before * speed) ** 0.5, world)
+                runs.append(_compared(pq.read_table(trace).to_pydict(), predicted))
+                told(f"stack {name}: {_text(runs[-1])}")
     return a, b
 
 
-def _compared(trace: Path, profile: Path, speed: float, folder: Path) -> Played:
-    live = pq.read_table(trace).to_pydict()
+def _replayed(trace: Path, profile: Path, speed: float, world: WorldSettings) -> dict[str, Any]:
+    """What the twin makes of the recorded arrivals, by column."""
     (spec,) = fleet_of([(str(profile), 1)])
     factor = Fraction(speed).limit_denominator(10_000)
     # The policy is told the profile, as the live controller's is; the machine takes what it takes.
     fields = {name: getattr(spec, name) for name in ReplicaSpec.__dataclass_fields__}
     cost = slowed(StepCost.from_profile(spec.profile), factor, Fraction(1))
     fleet: list[ReplicaSpec] = [DrawnSpec(**{**fields, "cost": cost, "told": spec})]
-    out = folder / "twin"
-    options = ReplayOptions(world=world_as_seen(live, spec.profile))
-    replay(open_trace(trace), fleet, load_policy(POLICY), options, out=out)
-    twin = pq.read_table(out / "requests.parquet").to_pydict()
-    # A tier is the live one on both sides: where the twin chose another, that is its error.
+    with TemporaryDirectory(prefix="twinkeel-stack-twin-") as folder:
+        out = Path(folder) / "twin"
+        options = ReplayOptions(world=world)
+        replay(open_trace(trace), fleet, load_policy(POLICY), options, out=out)
+        rows: dict[str, Any] = pq.read_table(out / "requests.parquet").to_pydict()
+    return rows
+
+
+def _compared(live: dict[str, Any], twin: dict[str, Any]) -> Played:
+    """Times of the requests that were answered on both sides, by the live tier; who was answered
+    at all is compared on its own."""
+    assert live["request_id"] == twin["request_id"]
+    outcomes = list(zip(live["outcome"], twin["outcome"], strict=True))
+    here: Tiers = defaultdict(lambda: Side([], []))
+    there: Tiers = defaultdict(lambda: Side([], []))
+    for number, tier in enumerate(live["tier"]):
+        if tier is None or outcomes[number] != ("answered", "answered"):
+            continue
+        for rows, tiers in ((live, here), (twin, there)):
+            tiers[tier].wait_s.append(rows["queue_s"][number] or 0.0)
+            tiers[tier].e2e_s.append(rows["e2e_s"][number])
     return Played(
-        _tiers(live, live["tier"]), _tiers(twin, live["tier"]), len(live["tier"]),
+        dict(here), dict(there), len(outcomes), sum(a == b for a, b in outcomes),
         live["outcome"].count("shed"), twin["outcome"].count("shed"),
     )  # fmt: skip
-
-
-def _tiers(rows: dict[str, list[Any]], tiers: list[str | None]) -> Tiers:
-    found: Tiers = defaultdict(lambda: Side([], []))
-    for number, tier in enumerate(tiers):
-        if rows["outcome"][number] == "answered" and tier is not None:
-            found[tier].wait_s.append(rows["queue_s"][number] or 0.0)
-            found[tier].e2e_s.append(rows["e2e_s"][number])
-    return dict(found)
 
 
 def _text(played: Played) -> str:
@@ -194,7 +215,7 @@ def figures(a: list[Played], b: list[Played]) -> list[Figure]:
     found: list[Figure] = []
     worst: list[tuple[float, bool, str]] = []
     for tier, side in sorted(live.items()):
-        if len(side.e2e_s) < FEWEST or not all(tier in each for each in (twin, one, two)):
+        if len(side.e2e_s) < FEWEST or not all(tier in each for each in (one, two)):
             continue
         here, there = side.metrics(), twin[tier].metrics()
         first, second = one[tier].metrics(), two[tier].metrics()
@@ -202,7 +223,12 @@ def figures(a: list[Played], b: list[Played]) -> list[Figure]:
             if name == "wait_mean" and here[name] < WAIT_LEAST_S:
                 continue
             error = 100 * abs(there[name] / here[name] - 1)
-            noise = 200 * abs(first[name] - second[name]) / (first[name] + second[name])
+            segments = [
+                (x.live[tier].metrics()[name], y.live[tier].metrics()[name])
+                for x, y in zip(a, b, strict=True)
+                if tier in x.live and tier in y.live
+            ]
+            noise = noise_percent(first[name], second[name], segments)
             measured = noise <= bar / 2
             how = (
                 f"tier {tier}, {len(side.e2e_s)} requests: {1e3 * here[name]:.0f} ms measured,"
@@ -220,6 +246,13 @@ def figures(a: list[Played], b: list[Played]) -> list[Figure]:
                 worst.append((error, measured, how))
     error, _, how = max(worst)
     everything = all(measured for _, measured, _ in worst)
+    found.append(
+        Figure(
+            "stack_outcome_agree_pct",
+            round(100 * sum(run.agreed for run in (*a, *b)) / asked_for, 2), "%", ">= 95",
+            f"answered or shed in the twin as live, {asked_for} requests",
+        )
+    )  # fmt: skip
     found.append(
         Figure(
             "stack_worst_e2e_mean_pct", round(error, 2) if everything else None, "%", "<= 5",
