@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.fidelity import cpu, stack
+from tests.bench.fidelity import cpu, rows, stack
 from tests.bench.fidelity.h100 import h100
 from tests.bench.fidelity.plugin import plugin_overhead_pct
 from tests.bench.fidelity.rtx4090 import rtx4090
@@ -33,7 +33,7 @@ LOADS = (
     "prefixes", "priority", "tight",
 )  # fmt: skip
 REQUIRED = (
-    *(f"cpu_{load}_{metric}_pct" for load in LOADS for metric in cpu.BARS),
+    *(f"cpu_{load}_{metric}_pct" for load in LOADS for metric in rows.BARS),
     "cpu_calibration_accepted", "cpu_calibration_level_pct", "cpu_saturation_pct",
     "cpu_preemptions_pct", "cpu_prefix_hits_pct", "rtx4090_worst_row_pct",
     "h100_llama2_worst_pct", "stack_worst_e2e_mean_pct", "plugin_overhead_pct",
@@ -54,8 +54,8 @@ def measure(part: str) -> tuple[list[Figure], dict[str, Any]]:
         value, how = plugin_overhead_pct()
         return [Figure("plugin_overhead_pct", round(value, 3), "%", "<= 1", how)], {}
     outcome = cpu.measure(Path(os.environ["TWINKEEL_DATA"]) / "traces", _say)
-    figures = [*cpu.figures(outcome), *stack.figures(*outcome.stack)]
-    return figures, cpu.as_json(outcome)
+    figures = [*rows.figures(outcome), *stack.figures(*outcome.stack)]
+    return figures, rows.as_json(outcome)
 
 
 def main(argv: Sequence[str]) -> int:
