@@ -33,6 +33,11 @@ Start here:
 """
 
 
+STEPS_NAME, CLIENT_NAME = "steps.jsonl", "client.jsonl"
+"""Of what a designed load leaves in its folder."""
+NAMES = ("name", "gpu", "model")
+
+
 @click.group(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="twinkeel")
 def main() -> None:
@@ -43,7 +48,7 @@ def main() -> None:
 @click.option("--engine", metavar="URL", help="A vLLM server that nobody else uses now.")
 @click.option(
     "--from", "source", type=click.Path(exists=True, path_type=Path), metavar="PATH",
-    help="A folder kept from an earlier run, or a file of step records.",
+    help="A folder kept from an earlier run, or step records: the plug-in's file or its folder.",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The profile.")
 @click.option("--name", metavar="NAME", help="Of the profile; default: GPU/MODEL.")
@@ -57,10 +62,10 @@ def calibrate(
     engine: str | None, source: Path | None, out: Path | None, base: str | None,
     against: str | None, alarm: float, **options: Any,
 ) -> None:  # fmt: skip
-    from policy.cost import StepCost
     from traces import TraceError
-    from traces.steps import read_steps
+    from traces.steps import steps_file
     from twin import calibrate as fit
+    from twin.report.figures import ReportError
 
     if (engine is None) == (source is None):
         raise BadInput("give either --engine (run a load) or --from (read a recording)")
@@ -69,20 +74,29 @@ def calibrate(
             if against is not None:
                 if source is None:
                     raise BadInput("--against compares a recording: give it with --from")
-                profile = calibration.load_base(against)
-                assert profile is not None
-                drift = fit.drift(StepCost.from_profile(profile), read_steps(source))
-                sys.exit(calibration.show_drift(drift, against, alarm))
+                calibration.refuse_others(("source", "against", "alarm"), "--against")
+                sys.exit(_compare(source, against, alarm))
             if out is None:
                 raise BadInput("--out is missing: the file for the profile")
+            if source is not None:
+                taken = ("source", "out", "base", *NAMES)
+                calibration.refuse_others(taken, "--from")
+            else:
+                every = {option.name or "" for option in click.get_current_context().command.params}
+                calibration.refuse_others(tuple(every - {"alarm"}), "--engine")
             start = calibration.load_base(base)
-            if source is not None and not source.is_dir():
+            named = {key: options[key] for key in NAMES}
+            if source is not None and not _is_kept(source):
                 if start is None:
                     raise BadInput("--base is missing: the profile that live traffic is held to")
-                found = fit.fit_passive(source, start)
+                calibration.check_out(out)
+                given = {key: value for key, value in named.items() if value}
+                if given:
+                    given = calibration.names_of(**named, base=start)._asdict()
+                found = fit.fit_passive(steps_file(source), start, **given)
             else:
-                named = {key: options[key] for key in ("gpu", "model", "name")}
                 names = calibration.names_of(**named, base=start)
+                calibration.check_out(out)
                 folder = source or options["keep"] or out.with_suffix(".recording")
                 if engine is not None:
                     calibration.record(engine, folder, options)
@@ -91,9 +105,30 @@ def calibrate(
             fit.write_report(found, report)
             if found.profile is not None:
                 fit.write_profile(found.profile, out)
-        except (fit.CalibrationError, TraceError) as error:
+        except (fit.CalibrationError, ReportError, TraceError) as error:
             raise BadInput(str(error)) from error
     sys.exit(calibration.show_result(found.profile, found.refusal, out, report))
+
+
+def _is_kept(source: Path) -> bool:
+    """It is what an earlier run left; else step records of live traffic."""
+    return (source / STEPS_NAME).is_file()
+
+
+def _compare(source: Path, against: str, alarm: float) -> int:
+    """Print how a recording differs from a profile; gives the exit code."""
+    from policy.cost import StepCost
+    from traces.steps import read_both_halves, steps_file
+    from twin.calibrate import drift
+    from twin.calibrate.client import read_client
+
+    profile = calibration.load_base(against)
+    assert profile is not None
+    path = source / STEPS_NAME if _is_kept(source) else steps_file(source)
+    client = path.with_name(CLIENT_NAME)
+    asked = read_client(client) if path.name == STEPS_NAME and client.is_file() else ()
+    found = drift(StepCost.from_profile(profile), read_both_halves(path), asked)
+    return calibration.show_drift(found, against, alarm)
 
 
 main.add_command(replay_command)

@@ -409,9 +409,22 @@ def _report_servers(settings: Settings) -> list[str]:
                 except (ClientError, OSError, TimeoutError) as error:
                     said = f"does not answer now ({error or type(error).__name__})"
                 click.echo(f"upstream {upstream.url}: {said}")
+                if upstream.steps:
+                    click.echo(f"  steps {upstream.steps}: {_count_steps(upstream.steps)}")
 
     asyncio.run(ask())
     return unfit
+
+
+def _count_steps(given: str) -> str:
+    """What is there of step records: they come with the server, so none is no fault."""
+    from controller.upstream.steps import given_files
+
+    try:
+        found = len(given_files(Path(given)))
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    return f"{found} files of step records" if found else "no step records there (yet)"
 
 
 def _serve(settings: Settings) -> None:

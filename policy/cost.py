@@ -132,10 +132,10 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time a request spends in the server outside the engine's steps.
 
     One process in front of the engine sends the outputs of a step one after another, each in
-    ``token_out_ns``. A new sequence stands last in the batch, so its first token is out after
-    ``token_out_ns`` for every sequence that was running when its step was decided, itself
-    included. Its last token is out after ``token_out_ns`` for each of its own, but not before the
-    first.
+    ``token_out_ns``. A new sequence stands behind those that decode, so its first token is out
+    after ``token_out_ns`` for each of them that puts out a token in that step, for each new one in
+    front of it, and for itself. Its last token is out after ``token_out_ns`` for each of its own,
+    but not before the first.
     """
 
     request_in_ns: Coefficient
@@ -188,8 +188,9 @@ class Uncertainty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keys of ``Step`` and ``Overheads``, in the order of the matrix."""
     covariance_ns2: tuple[tuple[float, ...], ...]
     run_to_run_percent: Percent = 0.0
-    """By how much all times together differ from one run to the next, as a standard deviation: a
-    machine's speed is not the same every hour."""
+    """By how much all times together differ from one run to the next, as a standard deviation. A
+    calibration knows the spread between its own rounds only: what differs between days, and from
+    one start of the server to the next, is not in it. 0 also stands for a spread not known."""
 
     def __post_init__(self) -> None:
         size = len(self.names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +127,28 @@ class Played:
     def seq(self, id: int) -> Sequence:
         """The last one of this id."""
         return [seq for seq in self.seqs if seq.id == id][-1]
+
+    def turns(self) -> dict[int, int]:
+        """Of a recorded run: each first token's place among the outputs of its step, counted anew
+        from what was scheduled. Not with cached prefixes, nor with an id used twice."""
+        seqs = {seq.id: seq for seq in self.seqs}
+        computed: Counter[int] = Counter()
+        known: Counter[int] = Counter()
+        out: dict[int, int] = {}
+        for step in self.steps:
+            place = 0
+            for id in step.preempted:
+                computed[id] = 0
+            for id, tokens in step.scheduled:
+                seq = seqs[id]
+                computed[id] += tokens
+                if computed[id] < seq.prompt_tokens + known[id] or known[id] == seq.outputs:
+                    continue
+                place += 1
+                known[id] += 1
+                if known[id] == 1:
+                    out[id] = place
+        return out
 
     def facts(self) -> dict[str, Any]:
         """Everything that must not depend on how the run was computed."""

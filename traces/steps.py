@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 STEPS_SCHEMA = 1
 KIND = "vllm-steps"
+STEPS_FILE = re.compile(r"steps-\d+(?:\.[0-9a-f]+)?-(\d+)\.jsonl")
+"""A file's name, with the engine's number: as usual, and where another process has that name."""
 _NS = 10**9
 
 Count = Annotated[int, Meta(ge=0)]
@@ -77,6 +79,9 @@ class Header(msgspec.Struct, frozen=True):
     details: bool
     """Whether the server told what each step computed (`--enable-logging-iteration-details`)."""
     settings: ServerSettings
+    life: str = ""
+    """Drawn by the writer's process, and told on the server's `/metrics` beside the path: a path
+    is no proof, since containers on two machines may have the same one. Empty: an older writer."""
 
 
 class StepRow(NamedTuple):
@@ -245,8 +250,9 @@ def steps_file(path: Path, engine: int = 0) -> Path:
     found = [each for each in path.glob(f"steps-*-{engine}.jsonl") if each.is_file()]
     if not found:
         raise TraceError(
-            f"{path}: no steps-*-{engine}.jsonl in this folder; is the plug-in twinkeel-vllm-steps "
-            "installed in vLLM's environment, and does TWINKEEL_STEPS name this folder?"
+            f"{path}: no steps-*-{engine}.jsonl in this folder; is the plug-in in vLLM's "
+            "environment (pip install ./controller/vllm_plugin, in Twinkeel's repository), and "
+            "does TWINKEEL_STEPS name this folder?"
         )
     return max(found, key=lambda each: each.stat().st_mtime_ns)
 
@@ -278,6 +284,25 @@ def read_steps(path: Path) -> Recording:
     return recording
 
 
+def read_both_halves(path: Path) -> Recording:
+    """As `read_steps`, with what the same server recorded before the file began anew.
+
+    Raises: TraceError for `path`; an older half that cannot be read, or is of another life, is
+    left out.
+    """
+    recording = read_steps(path)
+    try:
+        older = read_steps(older_half(path))
+    except TraceError:
+        return recording
+    follows = older.steps and recording.steps and older.steps[-1].step < recording.steps[0].step
+    if not follows or older.header.life != recording.header.life:
+        return recording
+    count = len(older.steps)
+    requests = older.requests + [(count + place, row) for place, row in recording.requests]
+    return Recording(recording.header, older.steps + recording.steps, requests)
+
+
 class StepTail:
     """Follows a file that the plug-in writes to, and the next one when that file was full.
 
@@ -295,8 +320,9 @@ class StepTail:
     def read_new(self) -> list[StepRow | RequestRow]:
         """The rows that were written since the last call, in their order.
 
-        Raises: TraceError for a broken line; the next call gives the rows before and after it. A
-        file with a wrong header is refused at every call.
+        Raises: TraceError for the first broken line; the next call gives the rows before and after
+        it, and passes over what else was broken. A file with a wrong header is refused at every
+        call.
         """
         if self._file is None and not self._open(self.path):
             return []
@@ -345,7 +371,8 @@ class StepTail:
     def _read_rest(self) -> None:
         assert self._file is not None
         *lines, self._torn = (self._torn + self._file.read()).split(b"\n")
-        for place, line in enumerate(lines):
+        broken: TraceError | None = None
+        for line in lines:
             self._line += 1
             where = f"{self.path}: line {self._line}"
             if self._line == 1:
@@ -357,9 +384,10 @@ class StepTail:
                 continue
             try:
                 self._rows.append(decode_row(line, where))
-            except TraceError:
-                self._torn = b"\n".join([*lines[place + 1 :], self._torn])
-                raise
+            except TraceError as error:
+                broken = broken or error
+        if broken is not None:
+            raise broken
 
 
 # ---- the text log ----

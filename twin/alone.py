@@ -84,7 +84,7 @@ def serve_alone(
         each = served[seq.id]
         now_ns = engine.now_ns
         each.decode_ns = now_ns - (each.first_ns - token_ns * seq.turn)
-        each.last_ns = max(now_ns + token_ns * seq.outputs, each.first_ns) + out_ns
+        each.last_ns = seq.last_out_ns(now_ns - each.decode_ns, now_ns, token_ns) + out_ns
         each.scheduled_ns = seq.scheduled_ns
         each.cached_tokens = seq.cached_tokens
         each.preemptions = seq.preemptions

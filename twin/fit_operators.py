@@ -60,7 +60,8 @@ FILLS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of the KV pool that the fitted steps hold."""
 LEAST_CONTEXT = 128
 """Decode kernels read KV in tiles: below this length time does not follow KV tokens. Hardly a
-request is shorter, so such steps are not fitted; they take less than the line says."""
+request is shorter, so such steps are not fitted; they take less than the line says. Chosen with
+the outcome of the recorded run in view, as is the next one."""
 LEAST_MIXED_BATCH = 8
 """Beside a prefill a few sequences are read by too few units, and time follows the longest, not
 the sum: such steps are not fitted; with long contexts they take more than the formula says."""

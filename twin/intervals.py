@@ -161,7 +161,8 @@ def intervals_around(
 
     The ends are figures of drawn runs, by rank, so that a run like them lies inside in at least
     90 % of cases; the interval is widened to hold the run's own figure. A count that a run does
-    not have is 0 there; any other figure that a run does not have is left out.
+    not have is 0 there; any other figure that a run does not have is left out, and one that fewer
+    than ``RUNS_LEAST`` runs have gets no interval.
     """
     names = dict.fromkeys([*values, *(name for figures in drawn for name in figures)])
     out: dict[str, Interval] = {}
@@ -169,7 +170,7 @@ def intervals_around(
         absent = _absent(name)
         found = [figures.get(name, absent) for figures in drawn]
         known = sorted(value for value in found if not math.isnan(value))
-        if not known:
+        if len(known) < RUNS_LEAST:
             continue
         low, high = _ends(known)
         own = values.get(name, absent)

@@ -176,15 +176,14 @@ class Replica:
             seq.data = UNHEARD
             return
         now_ns = self.engine.now_ns
-        tokens_ns = 0 if seq.pooling else self.token_out_ns * seq.outputs
+        first_ns = call.first_ns if call.seq is seq else -1
+        out_ns = seq.last_out_ns(first_ns, now_ns, self.token_out_ns)
+        delay_ns = out_ns - now_ns + self.exit_ns
         if call.seq is seq:
             call.last_ns = now_ns
-            if seq.turn > seq.outputs:  # a short answer: it does not overtake its first token
-                tokens_ns = max(tokens_ns, call.first_ns + self.token_out_ns * seq.turn - now_ns)
-            delay_ns = tokens_ns + self.exit_ns
             self._env.schedule(Event(self._on_finished, seq), DELIVERIES, delay_ns)
         elif call.second is not None and call.second.seq is seq:
-            self._env.schedule(Event(self._on_second, seq), DELIVERIES, tokens_ns + self.exit_ns)
+            self._env.schedule(Event(self._on_second, seq), DELIVERIES, delay_ns)
 
     # ---- troubles ----
 

@@ -47,6 +47,7 @@ SD_WIDTHS = 3.92
 """Standard deviations in a 95 % interval of a normal variable."""
 NO_ROOM = 1e-9
 """A part of a variance that is as good as nothing."""
+PADDINGS = ("batch_padding", "token_padding")
 ROUNDING = 1e-4
 """Files round their numbers: by this part of a variance a covariance may be none."""
 SEEDS = 2**63
@@ -118,13 +119,13 @@ def errors_of(profile: Profile) -> Errors:
     step = profile.step
     counts = [name for name in step.__struct_fields__ if name.endswith("_tokens")]
     rest += [name for name in counts if getattr(step, name) is not None]
-    if step.batch_padding:
-        rest.append("batch_padding")
+    rest += [name for name in PADDINGS if getattr(step, name)]
     return Errors(joint, root_ns, alone, run_to_run, tuple(rest))
 
 
 def perturbed(profile: Profile, generator: np.random.Generator) -> Profile:
-    """The profile with coefficients drawn from what it says of their errors, none below 0.
+    """The profile with coefficients drawn from what it says of their errors, none below 0, and no
+    fixed part below what a padding takes off it.
 
     Those of the fit's covariance are drawn together; those with an interval only each for itself,
     with a standard deviation of its width / 3.92. The factor from run to run is log-normal, its
@@ -143,20 +144,27 @@ def perturbed(profile: Profile, generator: np.random.Generator) -> Profile:
     sigma = math.sqrt(math.log1p(errors.run_to_run**2))
     factor = math.exp(sigma * generator.standard_normal())
 
+    paddings = {
+        name: tuple(
+            msgspec.structs.replace(row, extra_ns=row.extra_ns * factor)
+            for row in getattr(profile.step, name)
+        )
+        for name in PADDINGS
+    }
+    of_batch, of_tokens = (
+        min((row.extra_ns for row in paddings[name]), default=0.0) for name in PADDINGS
+    )
+    floors_ns = {"decode_fixed_ns": -(of_tokens + of_batch), "prefill_fixed_ns": -of_tokens}
+
     def drawn(name: str, coefficient: Coefficient) -> Coefficient:
         value_ns = max(0.0, coefficient.value + float(shifts.get(name, 0.0))) * factor
+        value_ns = max(value_ns, floors_ns.get(name, 0.0))
         return Coefficient(value=value_ns, source=coefficient.source)
 
     def changed(section: Step | Overheads) -> dict[str, Coefficient]:
         return {name: drawn(name, value) for name, value in _in_section(section)}
 
-    padding = tuple(
-        msgspec.structs.replace(row, extra_ns=row.extra_ns * factor)
-        for row in profile.step.batch_padding
-    )
-    step = msgspec.structs.replace(
-        profile.step, batch_padding=padding, **changed(profile.step)
-    )  # fmt: skip
+    step = msgspec.structs.replace(profile.step, **paddings, **changed(profile.step))
     overheads = msgspec.structs.replace(profile.overheads, **changed(profile.overheads))
     return msgspec.structs.replace(profile, step=step, overheads=overheads)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import click
+from click.core import ParameterSource
 
 from controller.calibration.settings import FLAGS
 from controller.cli import BadInput
@@ -26,9 +28,11 @@ HELP = """Measure a running vLLM server and fit a profile of it.
 
 With --engine a designed load runs on the server for 60 to 90 s (--quick: about 25 s), which nobody
 else may use meanwhile. The server's own step records say what each step held and took: from the
-plug-in twinkeel-vllm-steps, or from vLLM's text log (--log). vLLM has to run with
---enable-logging-iteration-details. The profile goes to --out, a report beside it; what was recorded
-stays in the folder --keep and can be fitted again with --from.
+plug-in twinkeel-vllm-steps, or from vLLM's text log (--log). So the command has to run where these
+files are: on the server's machine, or with its folder there (--steps). vLLM has to run with
+--enable-logging-iteration-details. Its API key is read from the variable TWINKEEL_ENGINE_KEY. The
+profile goes to --out, a report beside it; what was recorded stays in the folder --keep and can be
+fitted again with --from.
 
 With --from no load runs: a folder that was kept is fitted again; a file of step records of live
 traffic is fitted as far as it covers enough (--base names the profile to start from), or compared
@@ -37,10 +41,12 @@ with a profile (--against), which ends with exit code 3 when it is off by more t
 A fit that is not good enough is refused: exit code 1, with the reasons.
 
 \b
-Examples:
+Examples (the second without the plug-in: with all that vLLM was started with, or its defaults):
   twinkeel calibrate --engine http://127.0.0.1:8000 --gpu h100-sxm --model qwen3-8b --out mine.yaml
   twinkeel calibrate --engine http://127.0.0.1:8000 --gpu h100-sxm --model qwen3-8b \\
-                     --log vllm.log --max-num-seqs 256 --out mine.yaml
+                     --log vllm.log --max-num-seqs 256 --max-num-batched-tokens 2048 \\
+                     --dtype bfloat16 --tensor-parallel-size 1 --scheduling-policy fcfs \\
+                     --async-scheduling --out mine.yaml
   twinkeel calibrate --from mine.recording --gpu h100-sxm --model qwen3-8b --out again.yaml
   twinkeel calibrate --from steps-4711-0.jsonl --against mine.yaml
 """
@@ -52,6 +58,35 @@ class Names(NamedTuple):
     name: str
     gpu: str
     model: str
+
+
+def refuse_others(taken: Sequence[str], mode: str) -> None:
+    """An option that would do nothing is an error.
+
+    Raises:
+        BadInput: one was given that this way to use the command does not take.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = option.name or ""
+        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if given and name not in taken:
+            raise BadInput(f"{option.opts[0]} does nothing with {mode}: leave it out")
+
+
+def check_out(out: Path) -> None:
+    """Before minutes are spent.
+
+    Raises:
+        BadInput: the profile could not be written there.
+    """
+    folder = out.parent
+    if not folder.is_dir():
+        raise BadInput(f"--out {out}: there is no folder {folder}; make it first")
+    if out.is_dir():
+        raise BadInput(f"--out {out}: this is a folder; give a file in it")
+    if not os.access(folder, os.W_OK):
+        raise BadInput(f"--out {out}: nothing can be written in {folder}; give another place")
 
 
 def load_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -125,6 +125,11 @@ class _Load:
                 f"{self._server.url} is at work for somebody else ({metrics.running} requests "
                 f"running, {metrics.waiting} waiting): calibrate when nobody else uses it"
             )
+        if metrics.engines > 1:
+            raise CalibrationError(
+                f"{metrics.engines} engines are behind {self._server.url} and share its requests: "
+                "calibrate a server with one (--data-parallel-size 1)"
+            )
         self._succeeded = metrics.succeeded
         card = await self._server.model()
         sources = candidates(metrics.steps_paths, steps, log)
@@ -174,7 +179,8 @@ class _Load:
         if isinstance(sources[0], LogSource):
             raise CalibrationError(
                 f"{names}: no line 'Iteration(...)' of a request that was answered just now: "
-                f"{DETAILS}, and give the log of the server at {self._server.url}"
+                f"{DETAILS}, with TWINKEEL_STEPS_QUIET=0 if it has the plug-in for step records, "
+                f"and give the log of the server at {self._server.url}"
             )
         why = "tells of other requests" if others else "has nothing new"
         raise CalibrationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -10,7 +11,7 @@ import aiohttp
 import msgspec
 
 from controller.calibration.errors import CalibrationError
-from controller.upstream.scrape import parse
+from controller.upstream.scrape import labels_of, parse
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -21,7 +22,8 @@ ASK_S_MOST = 10.0
 IDLE_S_MOST = 1.0
 DROPPED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 T = TypeVar("T")
-_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+KEY_VARIABLE = "TWINKEEL_ENGINE_KEY"
+"""Where the server's API key is: not in an option, which every user of the machine can read."""
 _SUCCESS = re.compile(r"^vllm:request_success_total\{[^}]*\} (\S+)", re.MULTILINE)
 
 
@@ -44,6 +46,8 @@ class Metrics(NamedTuple):
     """Labels of ``vllm:cache_config_info``; empty: there is none."""
     steps_paths: tuple[Path, ...]
     """Files of step records that its engines write; of the gauge ``twinkeel_steps_info``."""
+    engines: int = 1
+    """Behind this address."""
 
 
 class Server:
@@ -57,17 +61,22 @@ class Server:
         self.url = url.rstrip("/")
         if not re.match(r"https?://[^/\s]+", self.url):
             raise CalibrationError(f"{url!r} is no address: write http://HOST:PORT")
+        if self.url.endswith("/v1"):
+            raise CalibrationError(f"{url!r} ends in /v1: write {self.url.removesuffix('/v1')}")
         self._kept: aiohttp.ClientSession
         self._fresh: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=ASK_S_MOST)
+        headers = _authorization()
         self._kept = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S_MOST), timeout=timeout
-        )
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S_MOST),
+            timeout=timeout, headers=headers,
+        )  # fmt: skip
         self._fresh = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout
-        )
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=timeout, headers=headers,
+        )  # fmt: skip
         return self
 
     async def __aexit__(
@@ -92,8 +101,23 @@ class Server:
         """Status and body.
 
         Raises:
-            CalibrationError: no answer.
+            CalibrationError: no answer, or one that says that the key or the address is wrong.
         """
+        status, body = await self._ask(path)
+        if status in (401, 403):
+            what = "refuses the API key" if os.environ.get(KEY_VARIABLE) else "wants an API key"
+            raise CalibrationError(
+                f"{self.url}{path}: the server {what} (status {status}): put the one of vLLM's "
+                f"--api-key into the variable {KEY_VARIABLE}"
+            )
+        if status == 404 and "/" in self.url.partition("://")[2]:
+            raise CalibrationError(
+                f"{self.url}{path}: there is no such page (status 404): give the address without "
+                "a path, http://HOST:PORT"
+            )
+        return status, body
+
+    async def _ask(self, path: str) -> tuple[int, bytes]:
         limit = aiohttp.ClientTimeout(total=ASK_S_MOST)
 
         async def play(session: aiohttp.ClientSession) -> tuple[int, bytes]:
@@ -137,22 +161,20 @@ class Server:
                 "vLLM without --disable-log-stats"
             )
         text = body.decode("utf-8", "replace")
-        caches = _labels(text, "vllm:cache_config_info")
+        caches = labels_of(body, b"vllm:cache_config_info")
+        running = labels_of(body, b"vllm:num_requests_running")
         return Metrics(
             page.running,
             page.waiting,
             round(sum(float(value) for value in _SUCCESS.findall(text))),
             caches[0] if caches else {},
-            tuple(
-                Path(_unescaped(labels["path"]))
-                for labels in _labels(text, "twinkeel_steps_info")
-                if labels.get("path")
-            ),
+            tuple(Path(said.path) for said in page.steps),
+            max(1, len({labels.get("engine") for labels in running})),
         )
 
     async def config(self) -> dict[str, Any]:
         """``/server_info``'s ``vllm_config``; empty where vLLM does not offer it."""
-        status, body = await self.get("/server_info?config_format=json")
+        status, body = await self._ask("/server_info?config_format=json")
         if status != 200:
             return {}
         try:
@@ -163,11 +185,12 @@ class Server:
         return config if isinstance(config, dict) else {}
 
 
-def _labels(text: str, name: str) -> list[dict[str, str]]:
-    """The labels of each sample of ``name``."""
-    samples = re.findall(rf"^{re.escape(name)}\{{(.*)\}} ", text, re.MULTILINE)
-    return [dict(_LABEL.findall(sample)) for sample in samples]
-
-
-def _unescaped(label: str) -> str:
-    return label.replace('\\"', '"').replace("\\n", "\n").replace("\\\\", "\\")
+def _authorization() -> dict[str, str]:
+    """
+    Raises:
+        CalibrationError: the key cannot be sent.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise CalibrationError(f"{KEY_VARIABLE} holds what no API key can have: write ASCII")
+    return {"Authorization": f"Bearer {key}"} if key else {}

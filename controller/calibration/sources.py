@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -12,12 +13,15 @@ from traces.schema import TraceError
 from traces.steps import RequestRow, ServerSettings, StepTail, read_iteration_log, steps_file
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from traces.steps import Header, StepRow
 
 DETAILS = "start vLLM with --enable-logging-iteration-details"
 PLUGIN = (
-    "install the plug-in twinkeel-vllm-steps into vLLM's environment and start vLLM with "
-    "TWINKEEL_STEPS=FOLDER, or write vLLM's output to a file and give it with --log"
+    "install the plug-in into vLLM's environment (pip install ./controller/vllm_plugin, in "
+    "Twinkeel's repository) and start vLLM with TWINKEEL_STEPS=FOLDER, or write vLLM's output to a "
+    "file and give it with --log"
 )
 
 
@@ -87,6 +91,8 @@ class LogSource:
         """The rows of whole lines. The log has whole seconds only, so the last row is taken to be
         of now and the others lie before it by as much as the log says."""
         with self._path.open("rb") as log:
+            if log.seek(0, os.SEEK_END) < self._offset:  # cut off, and begun anew
+                self._offset = 0
             log.seek(self._offset)
             new = log.read()
         whole = new[: new.rfind(b"\n") + 1]
@@ -108,7 +114,7 @@ class LogSource:
 
 
 def candidates(
-    announced: tuple[Path, ...], steps: Path | None, log: Path | None
+    announced: Sequence[Path], steps: Path | None, log: Path | None
 ) -> list[FileSource] | list[LogSource]:
     """What may be this server's records; what is there already is passed over.
 
@@ -125,24 +131,44 @@ def candidates(
             raise CalibrationError("--steps and --log exclude each other: give one of them")
         return [LogSource(log)]
     if steps is not None:
-        files = _named(steps)
-    elif announced:
+        return _opened(_named(steps))
+    if announced:
         if len(announced) > 1:
             raise CalibrationError(
                 f"{len(announced)} engines write step records behind this address: calibrate a "
                 "server with one engine (--data-parallel-size 1, --api-server-count 1)"
             )
-        files = [announced[0]]
-        if not files[0].is_file():
+        if not os.path.isfile(announced[0]):
             raise CalibrationError(
-                f"the server writes its step records to {files[0]}, which cannot be read here: run "
-                "the command on the server's machine, or give the file with --steps"
+                f"the server writes its step records to {announced[0]}, which cannot be read here: "
+                "run the command on the server's machine; if vLLM is in a container, let it write "
+                "to a volume and give the file with --steps"
             )
-    else:
-        raise CalibrationError(f"the server writes no step records: {PLUGIN}")
-    found = [FileSource(path) for path in files]
-    for source in found:
-        source.drain()
+        return _opened(announced[:1])
+    raise CalibrationError(f"the server writes no step records: {PLUGIN}")
+
+
+def _opened(paths: Sequence[Path]) -> list[FileSource]:
+    """Those that can be read, at their ends.
+
+    Raises:
+        CalibrationError: none can.
+    """
+    found: list[FileSource] = []
+    why: CalibrationError | None = None
+    for path in paths:
+        source = FileSource(path)
+        try:
+            source.drain()
+        except CalibrationError as error:
+            if source.header is None:  # another version's, or another user's
+                source.close()
+                why = why or error
+                continue
+            source.drain()  # a broken row from before
+        found.append(source)
+    if not found and why is not None:
+        raise why
     return found
 
 

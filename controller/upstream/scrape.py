@@ -12,11 +12,13 @@ import math
 import re
 import time
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import aiohttp
 
-from controller.upstream.steps import StepReader
+from controller.upstream.steps import FILES_MOST, Said, StepReader
+from controller.upstream.threads import in_thread
 from policy.events import Scraped, StepsRead
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class Page(NamedTuple):
     """Output tokens since the server started."""
     started_s: float | None = None
     """When the server's process started, since 1970."""
-    steps: tuple[str, ...] = ()
+    steps: tuple[Said, ...] = ()
     """Files on the server's machine in which its engines record their steps."""
 
 
@@ -89,27 +91,37 @@ def parse(body: bytes) -> Page:
         _total(body, b"vllm:num_preemptions_total"),
         _total(body, b"vllm:generation_tokens_total"),
         started[0] if started else None,
-        _steps_paths(body),
+        _steps_said(body),
     )
 
 
 def cache_config(body: bytes) -> CacheConfig:
     """What ``vllm:cache_config_info`` says, in its labels."""
     blocks, block_tokens = 0, 0
-    for line in _lines(body, b"vllm:cache_config_info"):
-        labels = dict(_LABEL.findall(line))
-        blocks += _whole(labels.get(b"num_gpu_blocks", b""))
-        block_tokens = _whole(labels.get(b"block_size", b"")) or block_tokens
+    for labels in labels_of(body, b"vllm:cache_config_info"):
+        blocks += _whole(labels.get("num_gpu_blocks", ""))
+        block_tokens = _whole(labels.get("block_size", "")) or block_tokens
     return CacheConfig(blocks, block_tokens)
 
 
-def _steps_paths(body: bytes) -> tuple[str, ...]:
+def labels_of(body: bytes, name: bytes) -> list[dict[str, str]]:
+    """The labels of each line of a metric."""
+    return [
+        {
+            key.decode(): _ESCAPED.sub(
+                lambda found: "\n" if found[1] == "n" else found[1], value.decode(errors="replace")
+            )
+            for key, value in _LABEL.findall(line)
+        }
+        for line in _lines(body, name)
+    ]
+
+
+def _steps_said(body: bytes) -> tuple[Said, ...]:
     """What ``twinkeel_steps_info`` of the plug-in for vLLM says."""
-    paths: list[str] = []
-    for line in _lines(body, b"twinkeel_steps_info"):
-        text = dict(_LABEL.findall(line)).get(b"path", b"").decode(errors="replace")
-        paths.append(_ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], text))
-    return tuple(path for path in paths if path.startswith("/"))
+    every = labels_of(body, b"twinkeel_steps_info")
+    said = [Said(labels.get("path", ""), labels.get("life", "")) for labels in every]
+    return tuple(each for each in said if each.path.startswith("/"))[:FILES_MOST]
 
 
 def _lines(body: bytes, name: bytes) -> list[bytes]:
@@ -150,9 +162,9 @@ def _total(body: bytes, name: bytes) -> int | None:
     return max(0, round(sum(values))) if values else None
 
 
-def _whole(text: bytes) -> int:
+def _whole(text: str) -> int:
     """A label's number; 0 for ``None`` and the like."""
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 async def fetch(replica: Replica, path: str) -> tuple[int, bytes]:
@@ -280,7 +292,7 @@ class Scraper:
             self._fleet.feed(Scraped(replica.id, running, waiting, used, preemptions, age_ns))
         await self._read_steps(replica, known, page.steps)
 
-    async def _read_steps(self, replica: Replica, known: _Known, said: tuple[str, ...]) -> None:
+    async def _read_steps(self, replica: Replica, known: _Known, said: tuple[Said, ...]) -> None:
         """Tell the policy what its steps took and should have, where it records them here."""
         spec, given = replica.spec, replica.upstream.steps
         if spec is None or replica.cost is None or not (said or given):
@@ -291,8 +303,8 @@ class Scraper:
             if known.steps is not None:
                 known.steps.close()
             known.steps = StepReader(replica.name, spec, replica.cost, given, self._logprobs)
-        # In a thread: a full scrape's worth of rows takes milliseconds, a slow disk takes longer.
-        reading = asyncio.ensure_future(asyncio.to_thread(known.steps.read, said))
+        # A full scrape's worth of rows takes milliseconds, a slow disk takes longer.
+        reading = in_thread("step-records", partial(known.steps.read, said))
         known.reading = reading
         await asyncio.wait({reading}, timeout=SCRAPE_S_MOST)
         if not reading.done():

@@ -3,6 +3,8 @@
 The plug-in in a vLLM server writes a row for each step and for each finished request
 (``traces.steps``). Where its file is on this machine, the new rows are read with every scrape, and
 two sums come of them: what the steps took, and what the profile predicts for the very same ones.
+A path that the server itself names may be another server's file here: it counts only if both the
+server's page and the file say the same life.
 
 A step's *measured* time is the time from the output before it to its own, by the engine's clock
 where the row has that, else by the rows' times. ``elapsed_ns`` is not taken: it leaves out what the
@@ -22,14 +24,14 @@ too little for later chunks of a long one.
 from __future__ import annotations
 
 import logging
-import re
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from policy.cost import TICKS_PER_NS
 from traces.schema import TraceError
-from traces.steps import StepRow, StepTail, decode_header
+from traces.steps import STEPS_FILE, StepRow, StepTail, decode_header
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,13 +51,19 @@ FORGET = 0.98
 """What is left of older requests' tokens with each new one, for that share."""
 FILES_MOST = 16
 """Engines of one server that are followed."""
-BEHIND_BYTES = 1 << 20
-"""How much of a file that is there already is read."""
+LINE_BYTES_MOST = 1 << 16
 COMPLAIN_S = 60.0
-
-_FILE = re.compile(r"steps-\d+-(\d+)\.jsonl")
+TOLD_MOST = 64
 
 log = logging.getLogger(__name__)
+
+
+class Said(NamedTuple):
+    """A file of step records, as a server's page names it."""
+
+    path: str
+    life: str = ""
+    """As in the file's header; empty: the plug-in is older and does not say."""
 
 
 class Sums(NamedTuple):
@@ -227,28 +235,49 @@ def _measured_ns(before: StepRow | None, row: StepRow) -> int:
 
 
 class _FromNow(StepTail):
-    """Of a file that is there already, only the end: what was long ago is no drift of today."""
+    """Of a file that is there already only the header: what was before is no drift of today, and
+    may have been read in an earlier life of its server."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._first = True
 
     def _open(self, path: Path) -> bool:
         if not super()._open(path):
             return False
+        first, self._first = self._first, False
+        if first:
+            try:
+                self._pass_over()
+            except (TraceError, OSError):
+                self._first = True
+                self.close()
+                raise
+        return True
+
+    def _pass_over(self) -> None:
+        """Go to the end of the last whole line."""
         file = self._file
         assert file is not None
-        size = file.seek(0, 2)
-        file.seek(0)
-        if size > BEHIND_BYTES:
-            self.header = decode_header(file.readline().rstrip(b"\n"), f"{path}: line 1")
-            file.seek(size - BEHIND_BYTES)
-            file.readline()
-            self._line = 1
-        return True
+        line = file.readline()
+        if not line.endswith(b"\n"):
+            file.seek(0)
+            return
+        self.header = decode_header(line[:-1], f"{self.path}: line 1")
+        self._line = 1
+        start, size = file.tell(), file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - LINE_BYTES_MOST))
+        last = file.read()
+        file.seek(last.rfind(b"\n") + 1 - len(last), os.SEEK_CUR)
 
 
 class _Engine:
-    """One file and its book, which is begun with the file's header."""
+    """One file and its book, which is begun with the file's header. ``life``: of the server, where
+    only its word says that the file is its own; else empty."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, life: str) -> None:
         self.path = path
+        self.life = life
         self.tail = _FromNow(path)
         self.book: StepBook | None = None
         self.unfit = False
@@ -273,20 +302,22 @@ class StepReader:
         self._engines: dict[int, _Engine] = {}
         """By number."""
         self._complained_s = -COMPLAIN_S
+        self._told: set[str] = set()
 
-    def read(self, said: Sequence[str]) -> Sums:
+    def read(self, said: Sequence[Said]) -> Sums:
         """What is new. Reads files: not for the event loop.
 
         Args:
-            said: paths that the server says it writes to; those that are not here are passed over.
+            said: files that the server says it writes to; those that are not here, or are another
+                server's, are passed over.
         """
         sums = Sums()
-        for number, path in sorted(self._paths(said).items()):
+        for number, (path, life) in sorted(self._paths(said).items()):
             engine = self._engines.get(number)
-            if engine is None or engine.path != path:
+            if engine is None or (engine.path, engine.life) != (path, life):
                 if engine is not None:
                     engine.tail.close()
-                engine = self._engines[number] = _Engine(path)
+                engine = self._engines[number] = _Engine(path, life)
             if not engine.unfit:
                 sums = sums.plus(self._read(engine))
         return sums
@@ -296,25 +327,37 @@ class StepReader:
             engine.tail.close()
         self._engines.clear()
 
-    def _paths(self, said: Sequence[str]) -> dict[int, Path]:
-        """The youngest file of each engine, by the engine's number."""
+    def _paths(self, said: Sequence[Said]) -> dict[int, tuple[Path, str]]:
+        """The youngest file of each engine, and its life if that has to be right, by the engine's
+        number."""
+        aged: list[tuple[int, Path, str]] = []
         try:
-            given = Path(self._given) if self._given else None
-            if given is not None and given.is_dir():
-                found = [path for path in given.iterdir() if _FILE.fullmatch(path.name)]
-            elif given is not None:
-                found = [given]
+            if self._given:
+                named = [(path, "") for path in given_files(Path(self._given))]
             else:
-                found = [Path(text) for text in said if _FILE.fullmatch(Path(text).name)]
-            # Nothing but a file is opened: a pipe would never end.
-            aged = [(path.stat().st_mtime_ns, path) for path in found if path.is_file()]
+                named = [(Path(each.path), each.life) for each in said]
+                named = [each for each in named if STEPS_FILE.fullmatch(each[0].name)]
+            for path, life in named:
+                # Nothing but a file is opened: a pipe would never end.
+                if not path.is_file():
+                    continue
+                if life or self._given:
+                    aged.append((path.stat().st_mtime_ns, path, life))
+                else:
+                    self._complain(
+                        f"{path} may be another server's records: its plug-in does not say; put the"
+                        " plug-in of this version into vLLM's environment, or name the file with"
+                        " steps="
+                    )
         except (OSError, ValueError) as error:
             self._complain(f"its step records cannot be found ({error})")
             return {}
-        paths: dict[int, Path] = {}
-        for _, path in sorted(aged):
-            match = _FILE.fullmatch(path.name)
-            paths[int(match[1]) if match else 0] = path
+        if self._given and not aged:
+            self._complain(f"steps={self._given}: there are no step records; nothing tells drift")
+        paths: dict[int, tuple[Path, str]] = {}
+        for _, path, life in sorted(aged):
+            match = STEPS_FILE.fullmatch(path.name)
+            paths[int(match[1]) if match else 0] = path, life
         return dict(sorted(paths.items())[:FILES_MOST])
 
     def _read(self, engine: _Engine) -> Sums:
@@ -326,13 +369,17 @@ class StepReader:
         header = engine.tail.header
         if header is None:
             return Sums()
-        if engine.book is None:
+        why = ""
+        if engine.life and header.life != engine.life:
+            why = "it is another server's; give this one's with steps="
+        elif engine.book is None:
             why = self._unfit(header)
-            if why:
-                engine.unfit = True
-                engine.tail.close()
-                self._complain(f"{engine.path} tells no drift: {why}")
-                return Sums()
+        if why:
+            engine.unfit = True
+            engine.tail.close()
+            log.warning("%s: %s tells no drift: %s", self.name, engine.path, why)
+            return Sums()
+        if engine.book is None:
             engine.book = self._book(header)
         return engine.book.add(rows)
 
@@ -354,7 +401,22 @@ class StepReader:
         return StepBook(self._cost, blocks * block_tokens, block_tokens, self._logprobs)
 
     def _complain(self, what: str) -> None:
+        """Of a path that nobody here has given, once: what is amiss may be so for good."""
         now_s = time.monotonic()
-        if now_s - self._complained_s >= COMPLAIN_S:
-            self._complained_s = now_s
-            log.warning("%s: %s", self.name, what)
+        if now_s - self._complained_s < COMPLAIN_S or what in self._told:
+            return
+        self._complained_s = now_s
+        if not self._given and len(self._told) < TOLD_MOST:
+            self._told.add(what)
+        log.warning("%s: %s", self.name, what)
+
+
+def given_files(given: Path) -> list[Path]:
+    """The files that a setting ``steps`` names: itself, or those of the folder.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    if given.is_dir():
+        return [path for path in given.iterdir() if STEPS_FILE.fullmatch(path.name)]
+    return [given] if given.is_file() else []

@@ -9,7 +9,8 @@ not.
 What the figures can say: there is no scheduler, no sampling but the argmax, no paged cache and no
 server here, so the matrix products and attention measured are about the least that vLLM's step
 takes with kernels of this kind. Small kernels are not fused here, which vLLM's are: by estimate a
-millisecond of a small step on an H100. Larger steps are close to the whole.
+millisecond of a small step on an H100, so small steps come out longer than vLLM's. Larger steps are
+close to the whole.
 
 Without a GPU a tiny shape runs on the CPU, only to show that the code runs; nothing is compared.
 """

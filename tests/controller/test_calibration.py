@@ -209,6 +209,33 @@ def test_the_command_makes_a_profile_and_finds_no_drift_from_it(kept: Path, tmp_
     assert "above the alarm of 10 %" in other.stderr
 
 
+def test_a_folder_is_compared_and_logprobs_are_no_drift(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load's own file, and the plug-in's folder, in the place of a file."""
+    found = fit_profile(kept, name="cpu/found", gpu="cpu-2core", model="tiny-qwen3")
+    assert found.profile is not None
+    out = tmp_path / "made.yaml"
+    write_profile(found.profile, out)
+    same = run("--from", str(kept), "--against", str(out), "--alarm", "3")
+    assert same.returncode == 0, same.stderr
+    folder = tmp_path / "records"
+    folder.mkdir()
+    (folder / "steps-7-0.jsonl").write_bytes((kept / "steps.jsonl").read_bytes())
+    again = run("--from", str(folder), "--against", str(out), "--alarm", "3")
+    assert again.returncode == 0, again.stderr
+    steps = [int(done.stdout.split()[0]) for done in (same, again)]
+    assert steps[0] > steps[1], "without its callers, phases with logprobs are left out"
+
+
+def test_names_that_are_given_count_for_live_traffic_too(kept: Path, tmp_path: Path) -> None:
+    base, out = str(known_profile(tmp_path)), tmp_path / "live.yaml"
+    steps = str(kept / "steps.jsonl")
+    done = run("--from", steps, "--base", base, "--name", "cpu/mine", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert load_profile(out).name == "cpu/mine"
+
+
 # ---- what is refused ----
 
 
@@ -219,6 +246,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+MINE = ["--gpu", "cpu-2core", "--model", "tiny-qwen3"]
 LONG = {"prompt": "p", "max_tokens": 1500, "ignore_eos": True}
 
 
@@ -309,6 +337,14 @@ def test_where_nobody_serves_it_is_one_clear_line(tmp_path: Path) -> None:
         (["--engine", "http://a", "--against", "x"], "--from"),
         (["--engine", "http://a", "--out", "x"], "--gpu is missing"),
         (["--engine", "http://a", "--out", "x", "--gpu", "h100"], "h100-sxm"),
+        (["--engine", "http://a", "--out", "x", "--alarm", "5"], "--alarm does nothing"),
+        (["--from", ".", "--out", "x", "--quick"], "--quick does nothing with --from"),
+        (["--from", ".", "--out", "x", "--no-async-scheduling"], "--async-scheduling does nothing"),
+        (["--from", ".", "--out", "x", "--alarm", "10"], "--alarm does nothing with --from"),
+        (["--from", ".", "--against", "x", "--out", "y"], "--out does nothing with --against"),
+        (["--engine", "http://127.0.0.1:9", *MINE, "--out", "none/x"], "there is no folder none"),
+        (["--engine", "http://127.0.0.1:9", *MINE, "--out", "tests"], "this is a folder"),
+        (["--from", "tests/unit", "--against", "cpu/tiny-qwen3"], "no steps-*-0.jsonl"),
     ],
 )
 def test_what_the_command_lacks_is_named(arguments: list[str], told: str) -> None:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from controller.calibration import CalibrationError
+from controller.calibration.cli import HELP
 from controller.calibration.server import Metrics, ModelCard
 from controller.calibration.settings import FLAGS, from_config, from_pages, merge
 from traces.steps import ServerSettings
@@ -81,6 +82,26 @@ def test_options_fill_what_the_server_does_not_say() -> None:
     assert found.max_num_seqs == 64
     assert found.async_scheduling is False
     assert found.kv_blocks == 512
+
+
+def test_the_help_shows_all_that_a_stock_server_does_not_say() -> None:
+    """In the example for a text log."""
+    (example,) = [
+        part
+        for part in HELP.partition("Examples")[2].split("  twinkeel calibrate ")
+        if "--log " in part
+    ]
+    words = example.split()
+    given: dict[str, object] = {}
+    for name, flag in FLAGS.items():
+        if flag in words:
+            value = words[words.index(flag) + 1]
+            given[name] = int(value) if value.isdigit() else value
+            if name == "async_scheduling":
+                given[name] = True
+    found = merge([from_config({}), PAGES], given)
+    assert found.max_num_seqs == 256
+    assert found.async_scheduling is True
 
 
 def test_an_option_that_contradicts_the_server_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from controller.calibration import CalibrationError
@@ -87,6 +88,20 @@ def test_where_there_are_no_records_it_says_how_to_get_them(tmp_path: Path) -> N
         candidates((), None, tmp_path / "vllm.log")
 
 
+def test_files_of_a_folder_that_cannot_be_read_do_not_hide_the_right_one(tmp_path: Path) -> None:
+    old = msgspec.structs.replace(HEADER, schema=9)
+    (tmp_path / "steps-1-0.jsonl").write_bytes(encode_header(old))
+    with pytest.raises(CalibrationError, match="schema 9 is unknown"):
+        candidates((), tmp_path, None)
+    right = tmp_path / "steps-2-0.jsonl"
+    right.write_bytes(encode_header(HEADER) + b"nonsense\n" + encode_row(STEP))
+    (source,) = candidates((), tmp_path, None)
+    assert source.name == str(right)
+    append(right, STEP._replace(step=2))
+    assert source.drain() == [STEP._replace(step=2)]
+    source.close()
+
+
 def test_a_broken_file_is_an_error_with_its_line(tmp_path: Path) -> None:
     path = write(tmp_path / "steps-1-0.jsonl")
     source = FileSource(path)
@@ -129,6 +144,16 @@ def test_the_text_log_is_read_from_where_it_stood_and_stamped_with_our_clock(
     assert isinstance(late, StepRow)
     assert late.step == 4
     source.close()
+
+
+def test_a_log_that_was_cut_off_is_read_from_its_start(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("INFO starting\n" * 100)
+    source = LogSource(log)
+    log.write_text(LINE.format(second=1, step=7))
+    (row,) = source.drain()
+    assert isinstance(row, StepRow)
+    assert row.step == 7
 
 
 def test_a_log_without_iterations_gives_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.live
 SECRET = "marmalade"
 LONG, OUTPUT = 900, 12
 CONCURRENT = 24
-_GAUGE = re.compile(r'^twinkeel_steps_info\{engine="0",life="\w+",path="([^"]+)"\} 1\.0$', re.MULTILINE)
+_GAUGE = re.compile(
+    r'^twinkeel_steps_info\{engine="0",life="\w+",path="([^"]+)"\} 1\.0$', re.MULTILINE
+)
 
 
 @dataclass(frozen=True)

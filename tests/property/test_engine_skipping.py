@@ -191,6 +191,30 @@ def test_inputs_moved_exactly_onto_boundaries(part: int) -> None:
         check(replace(work, inputs=tuple(sorted(moved, key=lambda item: max(0, item.at_ns)))))
 
 
+def test_first_tokens_stand_where_a_count_of_the_steps_outputs_puts_them() -> None:
+    """Chunks put out nothing, nor does what is computed past an end, or again."""
+    behind = preempted = 0
+    for seed in range(3000, 3200):
+        work = workload(seed)
+        engine = replace(work.engine, prefix_caching=False)
+        taken: set[int] = set()
+        inputs = []
+        for item in work.inputs:
+            if isinstance(item, Submit):
+                if item.request.id in taken:
+                    continue
+                taken.add(item.request.id)
+            inputs.append(item)
+        played = play(engine, work.cost, inputs, record=True)
+        expected = {id: turn for id, turn in played.turns().items() if not played.seq(id).pooling}
+        found = {seq.id: seq.turn for seq in played.seqs if seq.turn}
+        assert found == expected, f"seed {seed}"
+        behind += sum(turn > 1 for turn in found.values())
+        preempted += played.engine.preemptions
+    assert behind > 500
+    assert preempted > 200
+
+
 @pytest.mark.parametrize("skip", [False, True], ids=["every decision", "skipping"])
 def test_it_does_not_matter_whether_an_input_or_a_wake_of_the_same_instant_comes_first(
     skip: bool,

@@ -31,10 +31,16 @@ def test_first_tokens_are_sent_after_the_outputs_in_front() -> None:
 
 
 def test_a_short_answer_does_not_overtake_its_first_token() -> None:
-    one, two, three = served([Asked(0, 5, 1), Asked(0, 5, 1), Asked(0, 5, 9)], overheads(900))
-    assert one.first_ns == two.first_ns == three.first_ns == IN_NS + 1 + STEP_NS + 3 * 900
-    assert one.last_ns == two.last_ns == one.first_ns + OUT_NS
-    assert three.last_ns == IN_NS + 1 + 9 * STEP_NS + 9 * 900 + OUT_NS
+    asked = [Asked(0, 5, 1), Asked(0, 5, 1), Asked(0, 5, 9)]
+    one, two, nine = served(asked, overheads(900))
+    done_ns = IN_NS + 1 + STEP_NS
+    assert [each.first_ns for each in (one, two, nine)] == [
+        done_ns + 900, done_ns + 2 * 900, done_ns + 3 * 900
+    ]  # fmt: skip
+    assert [each.last_ns for each in (one, two)] == [
+        one.first_ns + OUT_NS, two.first_ns + OUT_NS
+    ]  # fmt: skip
+    assert nine.last_ns == IN_NS + 1 + 9 * STEP_NS + 9 * 900 + OUT_NS
 
 
 def test_decoding_is_timed_on_the_engines_clock() -> None:

@@ -38,6 +38,8 @@ from twin.calibrate import (
     write_report,
 )
 from twin.calibrate.client import read_client
+from twin.calibrate.material import designed
+from twin.uncertainty import errors_of, perturbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,6 +155,16 @@ def test_a_bent_decode_curve_gets_a_padding_table(tmp_path: Path) -> None:
     for batch in (1, 4, 16, 48):
         true = bent.step_ticks(batch, batch * 300)
         assert cost.step_ticks(batch, batch * 300) == pytest.approx(true, rel=0.04), batch
+    # What is drawn is known about as well as the steps are, not as their split is.
+    generator = np.random.default_rng(0)
+    assert found.draft.trust.uncertainty is not None
+    for batch in (4, 16):
+        true = bent.step_ticks(batch, batch * 300)
+        drawn = [
+            StepCost.from_profile(perturbed(found.draft, generator)).step_ticks(batch, batch * 300)
+            for _ in range(200)
+        ]
+        assert 0.001 < np.std(drawn) / true < 0.01, batch
 
 
 def test_a_straight_curve_gets_none(good: Calibration) -> None:
@@ -184,6 +196,7 @@ def test_uncertainty_covers_steps_and_overheads(good: Calibration) -> None:
     low, high = good.profile.step.decode_fixed_ns.interval or (0, 0)
     assert 4 * np.sqrt(matrix[place, place]) == pytest.approx(high - low, rel=0.2)
     assert 0 < uncertainty.run_to_run_percent < 2
+    assert any("between the rounds of this one" in note for note in good.profile.trust.notes)
 
 
 def test_the_profile_file_reads_back(good: Calibration, tmp_path: Path) -> None:
@@ -198,13 +211,40 @@ def test_the_profile_file_reads_back(good: Calibration, tmp_path: Path) -> None:
 def test_the_report_shows_fit_and_refusal(good: Calibration, tmp_path: Path) -> None:
     write_report(good, tmp_path / "good.html")
     page = (tmp_path / "good.html").read_text()
-    for part in ("The fit is good", "decode_per_kv_token_ns", 'id="residual-mixed"', "tpot"):
+    for part in (
+        "The fit is good",
+        "Whole requests are off by",
+        "decode_per_kv_token_ns",
+        'id="residual-mixed"',
+        "tpot",
+    ):
         assert part in page, part
     assert "http://" not in page.split("<script>")[0]
     write_report(replace(good, profile=None, refusal=("too <few> steps",)), tmp_path / "bad.html")
     assert "too &lt;few&gt; steps" in (tmp_path / "bad.html").read_text()
     write_report(Calibration(None, ("nothing there",), {}), tmp_path / "none.html")
     assert "nothing there" in (tmp_path / "none.html").read_text()
+
+
+def test_what_is_assumed_of_the_server_is_told(made: Made, tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(
+        made.recording.header.settings,
+        tensor_parallel=None, dtype=None, quantization="fp8", kv_cache_dtype="fp8_e5m2",
+    )  # fmt: skip
+    header = msgspec.structs.replace(made.recording.header, settings=settings)
+    found = fit(replace(made, recording=replace(made.recording, header=header)), tmp_path)
+    assert found.profile is not None, found.refusal
+    notes = " ".join(found.profile.trust.notes)
+    for part in (
+        "tensor_parallel was not recorded: 1 is assumed", "dtype was not recorded: ",
+        "quantized (fp8)", "KV cache holds fp8_e5m2",
+    ):  # fmt: skip
+        assert part in notes, part
+
+
+def test_what_the_server_tells_is_not_called_assumed(good: Calibration) -> None:
+    assert good.profile is not None
+    assert not any("assumed" in note or "cannot say" in note for note in good.profile.trust.notes)
 
 
 # ---- refusals ----
@@ -268,6 +308,20 @@ def test_preemptions_are_refused(tmp_path: Path) -> None:
     assert "pre-emptions in the load" in reasons
 
 
+def test_preemptions_of_live_traffic_are_told(
+    made: Made, good: Calibration, tmp_path: Path
+) -> None:
+    """Nobody can record it again with more blocks."""
+    rows = list(made.recording.steps)
+    rows[40] = rows[40]._replace(preemptions=2)
+    again = Recording(made.recording.header, rows, made.recording.requests)
+    replace(made, recording=again).write(tmp_path)
+    found = fit_passive(tmp_path / "steps.jsonl", base_profile(good))
+    assert found.profile is not None, found.refusal
+    notes = found.profile.trust.notes
+    assert any(note.startswith("2 pre-emptions in the traffic") for note in notes)
+
+
 def slower(made: Made, choose: Callable[[int], float]) -> Made:
     """The same recording with each step's times multiplied."""
     steps = [
@@ -299,6 +353,50 @@ def test_a_formula_that_does_not_fit_is_refused(made: Made, tmp_path: Path) -> N
     dice = Dice(9)
     wild = slower(made, lambda _: dice.choice([0.6, 1.4]))
     assert "half of the held-out steps are off by more than" in refusal_of(wild, tmp_path)
+
+
+def test_a_kind_that_is_off_is_refused_though_all_are_well(made: Made, tmp_path: Path) -> None:
+    """In the sum over all steps the others make up for it."""
+    held_out = checks(made)
+    rows = made.recording.steps
+    mixed = {
+        place for place in held_out if rows[place].prefill_tokens and rows[place].decode_requests
+    }
+    assert len(mixed) > 8
+    slow = slower(made, lambda place: 1.35 if place in mixed else 0.95 if place in held_out else 1)
+    assert "held-out mixed steps took" in refusal_of(slow, tmp_path)
+
+
+def test_whole_requests_that_take_longer_than_their_steps_are_refused(
+    made: Made, tmp_path: Path
+) -> None:
+    """By the server's own clock: the steps are as before, and time passes between them."""
+    requests = [
+        (index, row._replace(e2e_ns=round((row.e2e_ns or 0) * longer)))
+        for index, row in made.recording.requests
+        for longer in [1.25 if ".check." in row.id else 1.0]
+    ]
+    slow = Recording(made.recording.header, made.recording.steps, requests)
+    reasons = refusal_of(replace(made, recording=slow), tmp_path)
+    assert reasons.startswith("whole requests of the held-out load took")
+    assert "longer than predicted" in reasons
+    assert " | " not in reasons
+
+
+def test_many_stalls_are_refused(tmp_path: Path) -> None:
+    reasons = refusal_of(make(designed_load(), noise=noise(2, stalls=0.03)), tmp_path)
+    assert "% of the time was in steps that took many times as long" in reasons
+
+
+def test_steps_that_mostly_cannot_be_used_are_refused(made: Made, tmp_path: Path) -> None:
+    """Another client's requests, which the records do not hold."""
+    rows = [
+        row._replace(decode_requests=(row.decode_requests or 0) + 1) if place % 5 < 3 else row
+        for place, row in enumerate(made.recording.steps)
+    ]
+    other = Recording(made.recording.header, rows, made.recording.requests)
+    reasons = refusal_of(replace(made, recording=other), tmp_path)
+    assert f"of {len(rows)} steps can be used, at least 50% are needed" in reasons
 
 
 def test_rounds_that_differ_are_refused(made: Made, tmp_path: Path) -> None:
@@ -373,7 +471,10 @@ def test_live_traffic_that_covers_little_scales_the_base(good: Calibration, tmp_
     assert found.figures["decode_ratio"] == pytest.approx(1.3, abs=0.04)
     assert found.profile is not None, found.refusal
     assert found.profile.step.prefill_per_token_ns.value == pytest.approx(1.3 * 20_000, rel=0.06)
-    assert "did not cover enough" in found.profile.trust.notes[0]
+    notes = " ".join(found.profile.trust.notes)
+    assert "did not cover enough" in notes
+    assert "part of the same load" in notes
+    assert "steps only" in notes
     assert "scaled to" in found.profile.trust.fitted_on
     before, after = base_profile(good).trust.uncertainty, found.profile.trust.uncertainty
     assert before is not None
@@ -381,6 +482,37 @@ def test_live_traffic_that_covers_little_scales_the_base(good: Calibration, tmp_
     assert after.names == before.names
     grown = after.covariance_ns2[0][0] / before.covariance_ns2[0][0]
     assert grown == pytest.approx(found.figures["decode_ratio"] ** 2, rel=1e-6)
+
+
+def test_a_scaled_profile_says_how_well_its_scale_is_known(
+    good: Calibration, tmp_path: Path
+) -> None:
+    """Also where the base said nothing of its errors, and more of a spell of bad weather."""
+    dice = Dice(8)
+    spells = [dice.choice([0.8, 1.0, 1.2]) for _ in range(1000)]
+    base = load_profile("cpu/tiny-qwen3")
+    assert base.trust.uncertainty is None
+    known: list[float] = []
+    for place, traffic in enumerate(
+        (live_traffic(1.3), slower(live_traffic(1.3), lambda place: spells[place // 60]))
+    ):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        traffic.write(folder)
+        found = fit_passive(folder / "steps.jsonl", base)
+        assert found.figures["method"] == "scaled"
+        assert found.draft is not None
+        uncertainty = found.draft.trust.uncertainty
+        assert uncertainty is not None
+        assert uncertainty.names == ()
+        assert uncertainty.run_to_run_percent >= found.figures["run_to_run_percent"] * 0.999
+        known.append(uncertainty.run_to_run_percent)
+        write_profile(found.draft, folder / "profile.yaml")
+        read = load_profile(folder / "profile.yaml")
+        assert read == found.draft
+        assert "from run to run" in errors_of(read).text()
+        perturbed(read, np.random.default_rng(0))
+    assert known[1] > 2 * known[0] > 0
 
 
 def test_live_traffic_that_covers_enough_is_fitted(
@@ -414,6 +546,16 @@ def test_without_requests_the_contents_are_estimated(made: Made, tmp_path: Path)
     assert not found.figures["exact_contents"]
     notes = " ".join(found.profile.trust.notes)
     assert "estimated from the KV usage" in notes
+    assert "part of the same load" in notes
+    assert "pre-empted is not known" in notes
+    assert "steps only" in notes
+    material = designed(Recording(header, rows, []), tuple(read_client(tmp_path / "client.jsonl")))
+    tokens = sum(row["prompt_tokens"] + row["output_tokens"] - 1 for row in made.client
+                 if row["phase"] == "warm")  # fmt: skip
+    computed = np.cumsum([held.batch + held.prefill_tokens for held in made.truth])
+    first = int(np.searchsorted(computed, tokens)) + 1
+    assert first > 10
+    assert min(material.fitted.min(), material.held_out.min()) == first
     assert "what lone streams took" in notes
     assert "vLLM (unknown), day unknown" in found.profile.step.decode_fixed_ns.source
     assert value(found, "decode_fixed_ns") == pytest.approx(TRUE_NS["decode_fixed_ns"], rel=0.1)

@@ -213,6 +213,16 @@ def test_check_says_what_is_there_and_needs_no_server_up(tmp_path: Path) -> None
     assert "keys     1 in" in result.output
 
 
+def test_check_says_whether_step_records_are_there(tmp_path: Path) -> None:
+    (tmp_path / "steps-1.ab12cd34-0.jsonl").touch()
+    given = [(HERE, tmp_path, "1 files of step records"), (HERE, tmp_path / "typo", "(yet)")]
+    for url, folder, said in given:
+        result = run(serve, "--check", "--upstream", f"{url},steps={folder}")
+        assert result.exit_code == 0, result.output
+        (line,) = [each for each in result.output.splitlines() if each.startswith("  steps ")]
+        assert said in line
+
+
 @pytest.mark.parametrize(
     ("body", "code", "said"),
     [

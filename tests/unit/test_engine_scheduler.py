@@ -57,16 +57,30 @@ def shared(id: int, tokens: int, output: int = 1, limit: int = 0) -> Request:
 
 
 @BOTH
-def test_a_first_token_knows_how_many_run_when_its_step_is_decided(lag: bool) -> None:
+def test_a_first_token_knows_its_place_among_the_outputs_of_its_step(lag: bool) -> None:
     settings = engine_settings(async_scheduling=lag, max_num_batched_tokens=6, max_num_seqs=3)
     requests = Request(1, 4, 2), Request(2, 4, 9), Request(3, 1, 1), Request(4, 2, 3)
     played = run(settings, *at_once(*requests))
     assert [record.running for record in played.steps[:2]] == [[1, 2], [1, 2, 3]]
-    # 2 is a chunk at first, beside 1; 3 comes with what is left of it; 4 when there is a seat.
-    turns = {id: played.seq(id).turn for id in (1, 2, 3)}
-    assert turns == {1: 2, 2: 3, 3: 3}
-    seat = next(record for record in played.steps if 4 in record.running)
-    assert played.seq(4).turn == len(seat.running)
+    # 2 is a chunk at first, beside 1, and puts out nothing; 3 comes with what is left of it. 4 has
+    # a seat when both others are over, beside 2.
+    assert {id: played.seq(id).turn for id in (1, 2, 3, 4)} == {1: 1, 2: 2, 3: 3, 4: 2}
+
+
+def test_what_is_computed_past_an_end_puts_out_nothing() -> None:
+    """The end of 1 is not seen coming, so with async scheduling it is scheduled once too often."""
+    seen: set[bool] = set()
+    for at_step in range(1, 7):
+        requests = [Submit(0, Request(1, 4, 3, 9)), Submit(0, Request(2, 4, 20))]
+        late = Submit(after(at_step) - 1, Request(3, 4, 2))
+        played = run(engine_settings(async_scheduling=True), *requests, late)
+        (record,) = (each for each in played.steps if (3, 4) in each.scheduled)
+        place = len(record.scheduled)
+        overruns = [each.step for each in played.steps if 1 in dict(each.scheduled)][3:]
+        assert len(overruns) == 1
+        assert played.seq(3).turn == place - (record.step in overruns)
+        seen.add(record.step in overruns)
+    assert seen == {True, False}
 
 
 @BOTH

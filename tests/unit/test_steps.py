@@ -18,6 +18,7 @@ from traces.steps import (
     encode_header,
     encode_row,
     older_half,
+    read_both_halves,
     steps_file,
 )
 
@@ -161,6 +162,20 @@ def test_of_a_folder_the_newest_file_of_the_engine_is_taken(tmp_path: Path) -> N
         steps_file(tmp_path, engine=2)
 
 
+def test_both_halves_are_read_where_one_life_wrote_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "steps.jsonl", request(2), step(3), request(3))
+    assert read_both_halves(path) == read_steps(path)
+    write(older_half(path), step(1), step(2))
+    both = read_both_halves(path)
+    assert both.steps == [step(1), step(2), step(3)]
+    assert both.requests == [(1, request(2)), (2, request(3))]
+    write(older_half(path), step(7))  # of an earlier process of that number
+    assert read_both_halves(path) == read_steps(path)
+    other = encode_header(msgspec.structs.replace(HEADER, life="other"))
+    older_half(path).write_bytes(other + encode_row(step(1)))
+    assert read_both_halves(path) == read_steps(path)
+
+
 # ---- files that grow ----
 
 
@@ -231,6 +246,19 @@ def test_a_tail_goes_on_after_a_broken_line(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"line 3: not a step record: 'nonsense'"):
         tail.read_new()
     assert tail.read_new() == [step(1), step(2)]
+    tail.close()
+
+
+def test_many_broken_lines_cost_one_reading(tmp_path: Path) -> None:
+    path = write(tmp_path / "steps.jsonl")
+    tail = StepTail(path)
+    tail.read_new()
+    for number in range(50):
+        append(path, b"nonsense\n" + encode_row(step(number)))
+    with pytest.raises(TraceError, match="line 2: not a step record"):
+        tail.read_new()
+    assert tail.read_new() == [step(number) for number in range(50)]
+    assert tail._torn == b""
     tail.close()
 
 

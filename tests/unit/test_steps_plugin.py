@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from controller.vllm_plugin.twinkeel_vllm_steps.options import make_folder, read
 from controller.vllm_plugin.twinkeel_vllm_steps.rows import RowMaker, header
 from controller.vllm_plugin.twinkeel_vllm_steps.writer import BUFFER, Writer
 from traces.steps import (
+    STEPS_FILE,
     RequestRow,
     StepRow,
     StepTail,
@@ -30,7 +32,6 @@ from traces.steps import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 ROOM = 2**16
 
@@ -69,7 +70,7 @@ def config(**more: Any) -> SimpleNamespace:
 
 
 def first_line() -> dict[str, Any]:
-    return header(config(), engine=0, engines=1, version="0.32.0", details=True)
+    return header(config(), engine=0, engines=1, version="0.32.0", details=True, life="ab12")
 
 
 def opened(folder: Path, engine: int = 0, room: int = ROOM) -> StepFile:
@@ -93,7 +94,7 @@ def test_the_header_is_what_the_reader_reads(tmp_path: Path) -> None:
     file = opened(tmp_path)
     file.close()
     read = read_steps(file.path).header
-    assert (read.vllm, read.engine, read.details) == ("0.32.0", 0, True)
+    assert (read.vllm, read.engine, read.details, read.life) == ("0.32.0", 0, True, "ab12")
     assert read.settings.served_model == "tiny"
     assert read.settings.dtype == read.settings.kv_cache_dtype == "bfloat16"
     assert read.settings.kv_blocks == 1000
@@ -102,9 +103,9 @@ def test_the_header_is_what_the_reader_reads(tmp_path: Path) -> None:
 
 
 def test_engines_share_the_blocks_and_an_unknown_setting_is_null() -> None:
-    settings = header(config(), 1, 4, "0.32.0", True)["settings"]
+    settings = header(config(), 1, 4, "0.32.0", True, "")["settings"]
     assert settings["kv_blocks"] == 250
-    bare = header(SimpleNamespace(), 0, 1, "0.19.0", False)["settings"]
+    bare = header(SimpleNamespace(), 0, 1, "0.19.0", False, "")["settings"]
     assert bare.pop("task") == "generate"
     assert set(bare.values()) == {None}
 
@@ -210,6 +211,9 @@ def test_a_stamp_that_never_came_is_null() -> None:
     assert isinstance(found, RequestRow)
     assert found.queued_ns is None
     assert found.id is None
+    [step] = made(RowMaker(False), 1, stats(details()), iteration(-0.001, 0.02), True)
+    assert isinstance(step, StepRow)
+    assert step.period_ns is None
 
 
 # ---- the file ----
@@ -255,8 +259,52 @@ def test_a_file_in_use_is_left_alone(tmp_path: Path) -> None:
     assert read_steps(first.path).steps == [step_of(1)]
     assert read_steps(second.path).steps == [step_of(2)]
     assert steps_file(tmp_path) in (first.path, second.path)
+    for each in (first, second):
+        assert STEPS_FILE.fullmatch(each.path.name), "a reader knows it by its name"
     first.close()
     second.close()
+
+
+def test_a_file_that_another_user_made_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / f"steps-{os.getpid()}-0.jsonl"
+    theirs.touch()
+    really = os.fstat
+
+    def foreign(fd: int) -> os.stat_result | SimpleNamespace:
+        status = really(fd)
+        if not os.path.samestat(status, theirs.stat()):
+            return status
+        return SimpleNamespace(st_uid=os.getuid() + 1, st_size=0)
+
+    monkeypatch.setattr(os, "fstat", foreign)
+    file = opened(tmp_path)
+    file.write([row(1)])
+    file.close()
+    assert theirs.read_bytes() == b""
+    assert read_steps(file.path).steps == [step_of(1)]
+
+
+def test_the_group_may_read_what_is_in_a_given_folder_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o022)
+    try:
+        given = tmp_path / "given"
+        given.mkdir(mode=0o770)
+        given.chmod(0o2770)
+        file = opened(given)
+        assert file.path.stat().st_mode & 0o777 == 0o640
+        assert given.stat().st_mode & 0o7777 == 0o2770, "it is left as it was"
+        file.close()
+        monkeypatch.setattr(options, "default_folder", lambda: tmp_path / "own")
+        file = opened(tmp_path / "own")
+        assert file.path.stat().st_mode & 0o777 == 0o600
+        assert file.path.parent.stat().st_mode & 0o777 == 0o700
+        file.close()
+    finally:
+        os.umask(before)
 
 
 def test_a_file_that_was_cleared_away_is_made_again(tmp_path: Path) -> None:
@@ -310,6 +358,38 @@ def test_of_processes_that_are_gone_only_the_newest_files_stay(tmp_path: Path) -
     }
     assert len(list(tmp_path.glob("*.1"))) == files.LIVES_KEPT
     living.close()
+
+
+def test_clearing_is_not_disturbed_by_another_that_clears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(files.LIVES_KEPT + 3):
+        (tmp_path / f"steps-9{number}-0.jsonl").touch()
+        os.utime(tmp_path / f"steps-9{number}-0.jsonl", ns=(10**18 + number, 10**18 + number))
+    really = Path.lstat
+
+    def gone(path: Path) -> os.stat_result:
+        if path.name == "steps-91-0.jsonl":
+            raise FileNotFoundError(path)
+        return really(path)
+
+    monkeypatch.setattr(Path, "lstat", gone)
+    clear_old(tmp_path)
+    assert not (tmp_path / "steps-90-0.jsonl").exists()
+    assert (tmp_path / "steps-93-0.jsonl").exists()
+
+
+def test_where_files_cannot_be_locked_none_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    for number in range(files.LIVES_KEPT + 3):
+        (tmp_path / f"steps-9{number}-0.jsonl").touch()
+    monkeypatch.setattr(files.fcntl, "flock", unknown)
+    clear_old(tmp_path)
+    assert len(list(tmp_path.iterdir())) == files.LIVES_KEPT + 3
 
 
 # ---- the thread ----
@@ -415,6 +495,8 @@ def test_it_records_and_tells_where(
     plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TWINKEEL_STEPS", str(tmp_path))
+    for number in range(files.LIVES_KEPT + 1):
+        (tmp_path / f"steps-9{number}-7.jsonl").touch()
     given = observed()
     recorders = [plugin.StepRecorder(given, engine) for engine in (0, 1)]
     recorders[0].record(stats(details()), iteration(0.01), engine_idx=0)  # before it was told
@@ -428,7 +510,11 @@ def test_it_records_and_tells_where(
     assert [each.header.settings.kv_blocks for each in found] == [500, 500]
     metrics = generate_latest(REGISTRY).decode()
     path = steps_file(tmp_path, 1)
-    assert f'twinkeel_steps_info{{engine="1",path="{path}"}} 1.0' in metrics
+    life = found[1].header.life
+    assert len(life) == 16
+    assert f'twinkeel_steps_info{{engine="1",life="{life}",path="{path}"}} 1.0' in metrics
+    left = list(tmp_path.glob("steps-9*-7.jsonl"))
+    assert len(left) < files.LIVES_KEPT, "in a given folder old ones are cleared, too"
 
 
 def test_loggers_made_anew_take_over(
@@ -503,12 +589,12 @@ def test_only_the_lines_of_the_steps_are_stopped(
 def test_the_options_have_defaults_and_say_what_is_wrong(tmp_path: Path) -> None:
     usual = read_options({})
     assert usual.folder == options.default_folder()
-    assert (usual.room_bytes, usual.quiet, usual.shared) == (32 * 2**20, True, True)
+    assert (usual.room_bytes, usual.quiet) == (32 * 2**20, True)
     given = read_options(
         {"TWINKEEL_STEPS": str(tmp_path), "TWINKEEL_STEPS_MIB": "1.5", "TWINKEEL_STEPS_QUIET": "0"}
     )
     assert (given.folder, given.room_bytes) == (tmp_path, 3 * 2**19)
-    assert (given.quiet, given.shared) == (False, False)
+    assert not given.quiet
     assert read_options({"TWINKEEL_STEPS": "OFF"}).folder is None
     for room in ("much", "0", "nan", "inf"):
         with pytest.raises(ValueError, match=f"TWINKEEL_STEPS_MIB is '{room}'"):

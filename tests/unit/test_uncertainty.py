@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from policy.cost import Padding, StepCost, Trust, Uncertainty
+from policy.cost import Padding, StepCost, TokenPadding, Trust, Uncertainty
 from policy.files import load_policy, load_profile
 from tests.support import bare_fleet, engine_settings, flat_cost, write_rows
 from twin.fleet import cut, fleet_of
@@ -150,7 +150,11 @@ def test_what_is_drawn_has_no_interval_any_more() -> None:
 
 
 def test_one_factor_goes_over_all_times_from_run_to_run() -> None:
-    step = msgspec.structs.replace(H100.step, batch_padding=(Padding(8, 1000.0),))
+    step = msgspec.structs.replace(
+        H100.step,
+        batch_padding=(Padding(8, 1000.0),),
+        token_padding=(TokenPadding(64, -500.0), TokenPadding(4096, 3000.0)),
+    )
     base = msgspec.structs.replace(H100, step=step)
     profile = uncertain((), [], percent=20.0, base=base)
     generator = np.random.default_rng(1)
@@ -160,6 +164,8 @@ def test_one_factor_goes_over_all_times_from_run_to_run() -> None:
         before, after = values(profile), values(fresh)
         ratios = [after[name] / before[name] for name in before if before[name]]
         ratios.append(fresh.step.batch_padding[0].extra_ns / 1000)
+        extra_ns = [row.extra_ns / ratios[-1] for row in fresh.step.token_padding]
+        assert extra_ns == pytest.approx([-500.0, 3000.0])
         assert max(ratios) == pytest.approx(min(ratios), rel=1e-9)
         factors.append(ratios[0])
     assert np.std(factors) == pytest.approx(0.2, rel=0.08)
@@ -200,6 +206,23 @@ def test_a_covariance_that_is_none_is_refused(covariance: Any, row: str) -> None
     with pytest.raises(UncertaintyError, match=row) as caught:
         perturbed(uncertain(NAMES, covariance), np.random.default_rng(0))
     assert "h100-sxm/qwen3-8b" in str(caught.value)
+
+
+def test_a_fixed_part_is_not_drawn_below_what_the_paddings_take_off_it() -> None:
+    """Such a step would take less than no time."""
+    fixed_ns = H100.step.decode_fixed_ns.value
+    step = msgspec.structs.replace(
+        H100.step,
+        batch_padding=(Padding(8, -0.3 * fixed_ns),),
+        token_padding=(TokenPadding(64, -0.2 * fixed_ns),),
+    )
+    wide = uncertain(
+        ("decode_fixed_ns", "prefill_fixed_ns"), np.eye(2) * fixed_ns**2, 3.0,
+        msgspec.structs.replace(H100, step=step),
+    )  # fmt: skip
+    drawn = draws(wide, 400)
+    assert min(row["decode_fixed_ns"] for row in drawn) == pytest.approx(0.5 * fixed_ns, rel=0.1)
+    assert min(row["prefill_fixed_ns"] for row in drawn) == pytest.approx(0.2 * fixed_ns, rel=0.1)
 
 
 # ---- drawing a fleet ----
@@ -262,10 +285,16 @@ def test_an_interval_holds_the_runs_own_figure() -> None:
 
 
 def test_a_count_that_is_missing_is_nought_and_a_duration_is_left_out() -> None:
-    drawn = [{"shed_or_failed.shed: late": 3.0, "by_tier.lent.ttft_s_p95": 2.0}, {}]
+    drawn = [*([{"shed_or_failed.shed: late": 3.0, "by_tier.lent.ttft_s_p95": 2.0}] * 19), {}]
     found = intervals_around({}, drawn)
-    assert found["shed_or_failed.shed: late"] == Interval(0.0, 3.0, 2)
-    assert found["by_tier.lent.ttft_s_p95"] == Interval(2.0, 2.0, 1)
+    assert found["shed_or_failed.shed: late"] == Interval(0.0, 3.0, 20)
+    assert found["by_tier.lent.ttft_s_p95"] == Interval(2.0, 2.0, 19)
+
+
+def test_a_figure_that_few_runs_have_gets_no_interval() -> None:
+    """The range of 18 holds the next one less often than nine times in ten."""
+    drawn = [*({"by_tier.lent.ttft_s_p95": float(run)} for run in range(18)), {}, {}]
+    assert intervals_around({"by_tier.lent.ttft_s_p95": 3.0}, drawn) == {}
 
 
 @pytest.mark.parametrize(

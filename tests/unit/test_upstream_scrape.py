@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import subprocess
+import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -13,7 +16,7 @@ import pytest
 from controller.upstream import scrape
 from controller.upstream.replica import Replica
 from controller.upstream.scrape import CacheConfig, Page, PageError, Scraper, cache_config, parse
-from controller.upstream.steps import Sums
+from controller.upstream.steps import FILES_MOST, Said, Sums
 from policy.cost import StepCost
 from policy.events import Scraped, StepsRead
 from tests.policy_support import up
@@ -32,12 +35,15 @@ def test_the_needed_figures_are_found_among_hundreds_of_lines() -> None:
 def test_where_steps_are_recorded_is_found() -> None:
     lines = (
         'twinkeel_steps_info{engine="0",path="/tmp/a b/steps-1-0.jsonl"} 1.0\n'
-        'twinkeel_steps_info{engine="1",path="/q\\\\\\"/steps-1-1.jsonl"} 1.0\n'
+        'twinkeel_steps_info{engine="1",life="ab",path="/q\\\\\\"/steps-1-1.jsonl"} 1.0\n'
         'twinkeel_steps_info{engine="2",path="relative/steps-1-2.jsonl"} 1.0\n'
         'twinkeel_steps_info{engine="3"} 1.0\n'
     )
-    paths = ("/tmp/a b/steps-1-0.jsonl", '/q\\"/steps-1-1.jsonl')
-    assert parse(lines.encode()) == Page(steps=paths)
+    said = (Said("/tmp/a b/steps-1-0.jsonl"), Said('/q\\"/steps-1-1.jsonl', "ab"))
+    assert parse(lines.encode()) == Page(steps=said)
+    assert parse(b'twinkeel_steps_info{path="/a\\\\n"} 1.0\n').steps == (Said("/a\\n"),)
+    many = b'twinkeel_steps_info{path="/a"} 1.0\n' * 1000
+    assert len(parse(many).steps) == FILES_MOST
 
 
 def test_an_empty_or_foreign_page_says_nothing() -> None:
@@ -316,7 +322,7 @@ def record(path: Path, numbers: range) -> None:
         if not file.tell():
             told = ServerSettings(served_model="tiny", block_tokens=16, kv_blocks=1000)
             file.write(
-                encode_header(Header(1, "vllm-steps", "0.32.0", "0.1.0", 0, 0, 0, True, told))
+                encode_header(Header(1, "vllm-steps", "0.32.0", "0.1.0", 0, 0, 0, True, told, "ab"))
             )
         for number in numbers:
             at_ns = number * 6_500_000
@@ -331,7 +337,11 @@ def test_what_steps_took_is_told_beside_the_metrics(tmp_path: Path) -> None:
         async with served() as (server, replica):
             driver = tells_steps(replica)
             scraper = Scraper(driver, 5.0)
-            server.metrics = page() + f'twinkeel_steps_info{{engine="0",path="{path}"}} 1.0\n'
+            server.metrics = page() + (
+                f'twinkeel_steps_info{{engine="0",life="ab",path="{path}"}} 1.0\n'
+            )
+            await scraper.scrape(replica)
+            record(path, range(0))
             await scraper.scrape(replica)
             record(path, range(100))
             await scraper.scrape(replica)
@@ -339,10 +349,14 @@ def test_what_steps_took_is_told_beside_the_metrics(tmp_path: Path) -> None:
             await scraper.scrape(replica)
             (read,) = [each for each in driver.events if isinstance(each, StepsRead)]
             assert read == StepsRead(0, 100, 650_000, 500_000)
-            replica.spec = up(models=("tiny",))  # another life begins with what is in the file
+            replica.spec = up(models=("tiny",))  # what was told of one life is not told of another
             await scraper.scrape(replica)
             await scraper.scrape(replica)
-            assert driver.events[-1] == read
+            assert [each for each in driver.events if isinstance(each, StepsRead)] == [read]
+            record(path, range(100, 120))
+            await scraper.scrape(replica)
+            await scraper.scrape(replica)
+            assert driver.events[-1] == StepsRead(0, 20, 130_000, 100_000)
             await scraper.close()
 
     asyncio.run(main())
@@ -373,3 +387,52 @@ def test_a_disk_that_hangs_does_not_hold_up_the_metrics(
             assert len(reads) == 1
 
     asyncio.run(main())
+
+
+STUCK = """
+import asyncio, threading, time
+from functools import partial
+from controller.upstream.threads import in_thread
+
+async def main():
+    for _ in range(50):
+        in_thread("stuck", threading.Event().wait)
+    print(await asyncio.wait_for(asyncio.to_thread(lambda: "others work"), 5))
+    print(await in_thread("works", partial(int, "7")))
+    try:
+        await in_thread("fails", partial(int, "x"))
+    except ValueError:
+        print("told")
+
+asyncio.run(main())
+"""
+
+
+def test_readings_that_are_stuck_hold_up_nothing_and_not_the_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (done.returncode, done.stdout.split("\n")) == (
+        0, ["others work", "7", "told", ""],
+    ), done.stderr  # fmt: skip
+
+
+def test_records_are_read_in_such_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    class Seen(scrape.StepReader):
+        def read(self, said: object) -> Sums:
+            threads.append(threading.current_thread())
+            return Sums()
+
+    monkeypatch.setattr(scrape, "StepReader", Seen)
+
+    async def main() -> None:
+        async with served(steps=str(tmp_path)) as (_, replica):
+            driver = tells_steps(replica)
+            await Scraper(driver, 5.0).scrape(replica)
+
+    asyncio.run(main())
+    (thread,) = threads
+    assert thread.daemon
+    assert thread.name == "step-records"

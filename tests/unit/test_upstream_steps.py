@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from controller.upstream import steps as module
-from controller.upstream.steps import StepBook, StepReader, Sums
+from controller.upstream.steps import Said, StepBook, StepReader, Sums
+from controller.vllm_plugin.twinkeel_vllm_steps.files import StepFile
 from policy.cost import StepCost
 from tests.policy_support import up
 from traces.steps import (
@@ -28,6 +29,8 @@ from traces.steps import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from controller.vllm_plugin.twinkeel_vllm_steps import rows as plugin_rows
 
 TICK = 1024
 COST = StepCost(
@@ -236,12 +239,13 @@ def test_logprobs_cost_more_where_all_are_asked_for() -> None:
 # Files
 
 SETTINGS = ServerSettings(served_model="m", block_tokens=16, kv_blocks=62_500)
+LIFE = "ab12"
 SPEC = up(models=("m", "lora"), kv_blocks=100, block_tokens=16)
 
 
 def header(details: bool = True, **settings: Any) -> Header:
     told = msgspec.structs.replace(SETTINGS, **settings)
-    return Header(STEPS_SCHEMA, KIND, "0.32.0", "0.1.0", 0, 0, 0, details, told)
+    return Header(STEPS_SCHEMA, KIND, "0.32.0", "0.1.0", 0, 0, 0, details, told, LIFE)
 
 
 def write(path: Path, rows: Sequence[Row], head: Header | None = None) -> Path:
@@ -274,40 +278,136 @@ ONE = Sums(1, 9 * MS, COST.step_ticks(4, 9968))
 
 def test_files_are_found_by_what_the_server_or_the_settings_say(tmp_path: Path) -> None:
     path = write(tmp_path / "a" / "steps-7-0.jsonl", [step(0, 0)])
-    for given, said in (("", [str(path)]), (path, []), (tmp_path / "a", []), (path, ["/nowhere"])):
+    here, nowhere = [Said(str(path), LIFE)], [Said("/nowhere/steps-1-0.jsonl", LIFE)]
+    for given, said in (("", here), (path, []), (tmp_path / "a", []), (path, nowhere)):
         follow = reader(given)
+        assert follow.read(said) == Sums(), "what was before is no drift of today"
+        write(path, [step(1, 0)])
         assert follow.read(said) == Sums(), "the last step waits for its requests"
         assert follow.read(said) == ONE
         assert follow.read(said) == Sums()
-        write(path, [])
         follow.close()
-    assert reader().read([str(tmp_path / "a" / "steps-8-0.jsonl")]) == Sums()
+    assert reader().read([Said(str(tmp_path / "a" / "steps-8-0.jsonl"), LIFE)]) == Sums()
+
+
+def test_the_plug_ins_files_are_known_by_their_names(tmp_path: Path) -> None:
+    """The second process of a number, in another container, gets a name of its own."""
+
+    def first_line() -> dict[str, Any]:
+        return msgspec.to_builtins(header())
+
+    files = [StepFile(tmp_path, 0, 1 << 20, first_line) for _ in range(2)]
+    assert files[0].path != files[1].path
+    rows: list[plugin_rows.Row] = [("s", *step(number, number)) for number in range(3)]
+    for file in files:
+        file.write(())
+        follow = reader()
+        assert follow.read([Said(str(file.path), LIFE)]) == Sums()
+        file.write(rows)
+        follow.read([Said(str(file.path), LIFE)])
+        assert follow.read([Said(str(file.path), LIFE)]).steps >= 1, file.path
+        file.close()
+
+
+def test_a_path_that_another_server_has_too_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two containers say the same; only one's folder is here."""
+    path = write(tmp_path / "steps-1-0.jsonl", [])
+    ours, theirs, unknown = reader(), reader(), reader()
+    said = {ours: Said(str(path), LIFE), theirs: Said(str(path), "cd"), unknown: Said(str(path))}
+
+    def steps() -> list[int]:
+        return [follow.read([said[follow]]).steps for follow in said]
+
+    with caplog.at_level(logging.WARNING):
+        steps()
+        write(path, [step(number, number) for number in range(3)])
+        steps()
+        settled = steps()
+    assert settled[0] > 0
+    assert settled[1:] == [0, 0]
+    told = [record.getMessage() for record in caplog.records]
+    assert [("another server's" in text) for text in told] == [True, True]
+    said[theirs] = Said(str(path), LIFE)  # it was restarted, and the file is its own by now
+    steps()
+    write(path, [step(number, number) for number in range(3, 6)])
+    theirs.read([said[theirs]])
+    assert theirs.read([said[theirs]]).steps > 0
+
+
+def test_records_that_the_settings_name_in_vain_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPLAIN_S", 0.0)
+    (tmp_path / "empty").mkdir()
+    for given in ("typo", "empty"):
+        caplog.clear()
+        follow = reader(tmp_path / given)
+        with caplog.at_level(logging.WARNING):
+            follow.read([])
+            follow.read([])
+        texts = [record.getMessage() for record in caplog.records]
+        assert len(texts) == 2
+        assert f"steps={tmp_path / given}: there are no step records" in texts[0]
+
+
+def test_a_path_that_the_server_names_and_nobody_may_read_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPLAIN_S", 0.0)
+    path = write(tmp_path / "steps-1-0.jsonl", [])
+    really = module.Path.is_file
+
+    def closed(each: Path) -> bool:
+        if each == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(each)
+
+    monkeypatch.setattr(module.Path, "is_file", closed)
+    follow = reader()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert follow.read([Said(str(path), LIFE)]) == Sums()
+    (record,) = caplog.records
+    assert "Permission denied" in record.getMessage()
 
 
 def test_every_engine_and_the_youngest_life_count(tmp_path: Path) -> None:
     for number in (0, 1):
-        write(tmp_path / "a" / f"steps-7-{number}.jsonl", [step(0, 0)])
+        write(tmp_path / "a" / f"steps-7-{number}.jsonl", [])
     follow = reader(tmp_path / "a")
+    follow.read([])
+    for number in (0, 1):
+        write(tmp_path / "a" / f"steps-7-{number}.jsonl", [step(0, 0)])
     follow.read([])
     assert follow.read([]) == ONE.plus(ONE)
     later = write(tmp_path / "a" / "steps-9-1.jsonl", [step(0, 0)] * 3)
     os.utime(later, ns=(1 << 62, 1 << 62))
+    assert follow.read([]) == Sums()
     write(tmp_path / "a" / "steps-7-1.jsonl", [step(1, 0)] * 100)
+    write(later, [step(1, 0)])
+    os.utime(later, ns=(1 << 62, 1 << 62))
     follow.read([])
     assert follow.read([]).steps == 1
 
 
-def test_only_the_end_of_a_long_file_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "BEHIND_BYTES", 2000)
-    path = write(tmp_path / "steps-7-0.jsonl", [step(number, number) for number in range(9999)])
+def test_what_is_in_a_file_already_is_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "steps-7-0.jsonl", [step(number, number) for number in range(99)])
+    line = encode_row(step(99, 99))
+    with path.open("ab") as file:
+        file.write(line[:20])  # it is being written just now
     follow = reader(path)
+    assert follow.read([]) == follow.read([]) == Sums()
+    with path.open("ab") as file:
+        file.write(line[20:])
+    write(path, [step(100, 100)])
     follow.read([])
-    assert 10 < follow.read([]).steps < 40
-    write(path, [step(9999, 9999)])
-    follow.read([])
-    assert follow.read([]).steps == 1
+    assert follow.read([]).steps >= 1
+    path.replace(path.with_name(path.name + ".1"))
+    write(path, [step(number, number) for number in range(101, 120)])
+    sums = follow.read([]).plus(follow.read([]))
+    assert sums.steps == 19, "a file that was begun anew is read from its start"
 
 
 @pytest.mark.parametrize(
@@ -331,11 +431,13 @@ def test_records_that_tell_nothing_are_told_of_once(
 
 
 def test_a_broken_line_costs_one_reading(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "steps-7-0.jsonl", [step(0, 0)])
+    path = write(tmp_path / "steps-7-0.jsonl", [])
+    follow = reader(path)
+    assert follow.read([]) == Sums()
+    write(path, [step(0, 0)])
     with path.open("ab") as file:
         file.write(b'["s", 1, "what"]\n')
     write(path, [step(1, 9), step(2, 18)])
-    follow = reader(path)
     with caplog.at_level(logging.WARNING):
         assert follow.read([]) == Sums()
     assert "line 3" in caplog.text
@@ -348,5 +450,6 @@ def test_what_is_no_file_of_records_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     (tmp_path / "secret.txt").write_text("secret")
     follow = reader()
-    assert follow.read([str(pipe), str(tmp_path / "secret.txt"), "/steps-1-0.jsonl\0"]) == Sums()
+    paths = (str(pipe), str(tmp_path / "secret.txt"), "/steps-1-0.jsonl\0")
+    assert follow.read([Said(path, LIFE) for path in paths]) == Sums()
     assert follow._engines == {}

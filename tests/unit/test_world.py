@@ -107,7 +107,9 @@ def test_a_short_answer_does_not_overtake_its_first_token() -> None:
     _, results = play_rows(rows, fleet, fifo(), settings=REAL, log=log)
     one, two, nine = results
     assert one.first_ns == one.last_ns
-    assert one.first_out_ns == one.settled_ns == one.last_ns + 3 * 900 + 300
+    assert [result.turn for result in results] == [1, 2, 3]
+    assert one.first_out_ns == one.settled_ns == one.last_ns + 900 + 300
+    assert nine.first_out_ns == nine.first_ns + 3 * 900 + 300
     assert two.settled_ns == max(two.first_out_ns, two.last_ns + 2 * 900 + 300)
     assert nine.settled_ns == nine.last_ns + 9 * 900 + 300
     told = [type(event).__name__ for _, event, _ in log.records if getattr(event, "request", 9) < 2]

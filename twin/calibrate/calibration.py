@@ -48,6 +48,18 @@ LEAST_TO_FIT = 10
 STALLS_WORTH_TELLING = 2.0
 """Per cent of the time."""
 FRONT_WORTH_TELLING = 0.05
+ROUNDS_NOTE = (
+    "run_to_run_percent is the spread between the rounds of this one recording: what differs "
+    "between days, and from one start of the server to the next, is not in it."
+)
+APART_NOTE = (
+    "Steps and overheads are drawn as if off independently of each other; they are off in opposite "
+    "ways, so intervals of whole requests are somewhat too wide."
+)
+NO_ROUNDS_NOTE = (
+    "How far the machine's speed varies is not known: fewer than two rounds could be compared, and "
+    "a run_to_run_percent of 0 says no more than that."
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,7 @@ def calibrate(material: Material, names: Names, found: Found) -> Calibration:
     say_coverage(material, found)
     kind = material.kind(material.fitted)
     found.reasons += refusal.refuse_coverage(material.table(material.fitted), kind)
-    found.reasons += refusal.refuse_preemptions(material.recording)
+    judge_preemptions(material, found)
     if len(material.fitted) < LEAST_TO_FIT or (missing and names.base is None):
         return Calibration(None, tuple(found.reasons), found.figures)
 
@@ -210,28 +222,39 @@ def judge(
             base=names.base, step=step, overheads=overheads, trust=trust,
         )  # fmt: skip
 
+    found.notes += making.assumed(material.recording.header.settings, names.model, names.base)
     # The formula as the twin will use it, tables and rounding included.
-    cost = StepCost.from_profile(made(Trust("fitted", fitted_on)))
-    predicted_ns = predict_ns(cost, material.contents)
+    plain = made(Trust("fitted", fitted_on))
+    predicted_ns = predict_ns(StepCost.from_profile(plain), material.contents)
     fitted, held_out = _say_errors(material, predicted_ns, found)
     ratios = round_ratios(material, predicted_ns)
     spread = float(np.std(list(ratios.values()), ddof=1)) * 100 if len(ratios) > 1 else 0.0
     found.figures["rounds"] = {str(number): ratio for number, ratio in ratios.items()}
     found.figures["run_to_run_percent"] = spread
+    found.notes.append(ROUNDS_NOTE if len(ratios) > 1 else NO_ROUNDS_NOTE)
+    found.notes.append(APART_NOTE)
     unseen = material.held_out
     found.reasons += refusal.refuse_check(
         step_errors(predicted_ns[unseen], material.timing.total_ns[unseen])
     )
+    found.reasons += refusal.refuse_kinds(held_out)
     found.reasons += refusal.refuse_rounds(ratios)
+    inside: dict[str, dict[str, float]] = {}
+    if not material.live:
+        server = making.server_overheads(found.figures)
+        inside = whole_requests_inside(plain, material.recording, server)
+    found.figures["requests"] = whole_requests(plain, material.client)
+    found.figures["requests_inside"] = inside
+    found.reasons += refusal.refuse_requests(inside)
+    if not inside:
+        found.notes.append(
+            "Judged by its steps only: no whole requests of a held-out load were recorded."
+        )
     trust = Trust(
         "fitted", fitted_on, making.fit_errors(fitted, held_out), tuple(found.notes),
         uncertain(spread),
     )  # fmt: skip
     profile = made(trust)
-    found.figures["requests"] = whole_requests(profile, material.client)
-    found.figures["requests_inside"] = whole_requests_inside(
-        profile, material.recording, making.server_overheads(found.figures)
-    )
     return Calibration(
         profile=None if found.reasons else profile,
         refusal=tuple(found.reasons),
@@ -242,20 +265,25 @@ def judge(
 
 
 def say_coverage(material: Material, found: Found) -> None:
-    """How much of the recording could be used, and what of that was lost to stalls."""
+    """How much of the recording could be used, what of that was lost to stalls, and whether that
+    is too much."""
     contents, timing = material.contents, material.timing
     stalled_ns = timing.total_ns[material.stalled]
     used = np.concatenate([material.fitted, material.held_out])
     whole_ns = float(np.sum(timing.total_ns[used])) + float(np.sum(stalled_ns))
     stalled = 100 * float(np.sum(stalled_ns)) / whole_ns if whole_ns else 0.0
+    usable = int(contents.usable.sum())
+    worked = len(contents.batch) - contents.unusable.get("empty step", 0)
+    found.reasons += refusal.refuse_lost(usable, worked, stalled)
     found.figures |= {
         "steps": len(contents.batch),
-        "usable_steps": int(contents.usable.sum()),
+        "usable_steps": usable,
         "unusable_steps": contents.unusable,
         "fitted_steps": len(material.fitted),
         "held_out_steps": len(material.held_out),
         "stalled_steps": len(stalled_ns),
         "stalled_percent": stalled,
+        "same_load": material.same_load,
         "exact_contents": contents.exact,
         "exact_periods": contents.exact_periods,
         "phases": {
@@ -265,6 +293,10 @@ def say_coverage(material: Material, found: Found) -> None:
     }
     if not contents.exact:
         found.notes.append(usage.NOTE)
+    if material.same_load:
+        found.notes.append(
+            "Held out: every fifth part of the same load, not a load of its own; an easier test."
+        )
     if not contents.exact_periods and np.isfinite(timing.gap_ns).any():
         found.notes.append(
             "The gap between steps is by the times at which the API server saw their outputs."
@@ -274,6 +306,21 @@ def say_coverage(material: Material, found: Found) -> None:
             f"{stalled:.1f} % of the time was in {len(stalled_ns)} steps that took many times as "
             "long as their like; these were left out."
         )
+
+
+def judge_preemptions(material: Material, found: Found) -> None:
+    """Against a designed load they speak; whoever recorded live traffic cannot help them, and the
+    requests that were pre-empted are left out anyway."""
+    count = refusal.preemptions(material.recording)
+    if not material.live:
+        found.reasons += refusal.refuse_preemptions(count)
+    elif count:
+        found.notes.append(
+            f"{count} pre-emptions in the traffic: steps with the requests that had them are left "
+            "out."
+        )
+    if count is None:
+        found.notes.append("Whether requests were pre-empted is not known.")
 
 
 def _say_errors(

@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from policy.cost import TICKS_PER_NS
+from twin.calibrate.client import key_of
 from twin.calibrate.contents import KINDS, read_contents
 from twin.calibrate.errors import CalibrationError
+from twin.calibrate.material import WARM_PHASE
 from twin.calibrate.timing import time_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from policy.cost import StepCost
     from traces.steps import Recording
-    from twin.calibrate.contents import Contents, Ints
+    from twin.calibrate.client import ClientRow
+    from twin.calibrate.contents import Contents, Flags, Ints
     from twin.regression import Array
 
 LEAST_STEPS = 50
+LOGPROBS_PHASES = ("logprobs-", WARM_PHASE)
 DRAWS = 400
 PIECES = 40
 """Pieces of a recording that are drawn for the interval: a spell of noise is in one of them."""
@@ -38,23 +44,30 @@ class Drift:
     """Share of the time that was in steps left out because the machine stalled."""
 
 
-def drift(cost: StepCost, recording: Recording) -> Drift:
+def drift(cost: StepCost, recording: Recording, client: Iterable[ClientRow] = ()) -> Drift:
     """Compare a recording with a profile, step by step. Stalls are left out.
+
+    Args:
+        client: of a designed load, who tell which requests asked for log-probabilities; without
+            them the phases with such requests are left out.
 
     Raises:
         CalibrationError: too few steps can be used.
     """
-    contents = read_contents(recording)
+    rows = tuple(client)
+    contents = read_contents(recording, {key_of(row.id) or row.id for row in rows if row.logprobs})
     timing = time_steps(contents)
     predicted_ns = predict_ns(cost, contents)
-    kept = np.flatnonzero(contents.usable & ~timing.wild & (predicted_ns > 0))
+    kept = np.flatnonzero(
+        contents.usable & ~timing.wild & (predicted_ns > 0) & (bool(rows) | ~_dear(contents))
+    )
     if len(kept) < LEAST_STEPS:
         why = ", ".join(f"{count} x {reason}" for reason, count in contents.unusable.items())
         raise CalibrationError(
             f"{len(kept)} of {len(predicted_ns)} steps can be compared, at least {LEAST_STEPS} are "
             f"needed{': ' + why if why else ''}; record longer"
         )
-    piece = np.arange(len(kept)) * min(PIECES, len(kept)) // len(kept)
+    piece = pieces(len(kept))
     measured = timing.total_ns[kept]
     expected = predicted_ns[kept]
     kind = contents.kind[kept]
@@ -62,10 +75,10 @@ def drift(cost: StepCost, recording: Recording) -> Drift:
     for place, name in enumerate(KINDS):
         own = kind == place
         if own.any():
-            ratio, low, high = _ratio(measured[own], expected[own], piece[own])
+            ratio, low, high = sums_ratio(measured[own], expected[own], piece[own])
             steps = float(own.sum())
             by_kind[name] = {"ratio": ratio, "low": low, "high": high, "steps": steps}
-    ratio, low, high = _ratio(measured, expected, piece)
+    ratio, low, high = sums_ratio(measured, expected, piece)
     stalled = float(np.sum(timing.total_ns[contents.usable & timing.wild]))
     return Drift(
         ratio=ratio,
@@ -73,6 +86,13 @@ def drift(cost: StepCost, recording: Recording) -> Drift:
         steps=len(kept),
         by_kind=by_kind,
         stalled_percent=100 * stalled / (stalled + float(np.sum(measured))),
+    )
+
+
+def _dear(contents: Contents) -> Flags:
+    """Steps with requests of the designed load that asked for log-probabilities, or may have."""
+    return contents.in_phases(
+        {name for name in contents.phases if name.startswith(LOGPROBS_PHASES)}
     )
 
 
@@ -95,7 +115,12 @@ def predict_ns(cost: StepCost, contents: Contents) -> Array:
     return out
 
 
-def _ratio(measured: Array, expected: Array, piece: Ints) -> tuple[float, float, float]:
+def pieces(steps: int) -> Ints:
+    """The piece that each of so many steps is in."""
+    return np.arange(steps, dtype=np.int64) * min(PIECES, steps) // max(1, steps)
+
+
+def sums_ratio(measured: Array, expected: Array, piece: Ints) -> tuple[float, float, float]:
     """Measured over expected, and its 95 % interval."""
     _, number = np.unique(piece, return_inverse=True)
     number = number.reshape(-1)

@@ -277,6 +277,12 @@ def _fit(rows: Rows, shape: Shape, refinements: dict[str, dict[str, float]]) -> 
         return np.concatenate([of_engine[:size], of_host, extra]), of_engine[shape.first_knot :]
 
     named, padding_ns = solve(np.ones(blocks))
+    # Which share of a step the line has and which the padding is next to arbitrary, and only the
+    # line is drawn by whoever uses the profile: so the padding stays as it is.
+    line = slice(0, shape.first_knot)
+    left_ns = time_ns - terms[:, shape.first_knot :] @ padding_ns
+    engine = _normal(terms[:, line], left_ns, weight, block, blocks)
+    ridge = ridge[line]
     draws = np.stack([solve(counts)[0] for counts in _resampled(rows, block, blocks)])
     low, high = np.quantile(draws, [0.025, 0.975], axis=0)
     return StepFit(

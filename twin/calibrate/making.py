@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from twin.regression import Array
 
 DIGITS = 6
+MAY_BE_EMPTY = ("names", "covariance_ns2")
+"""Keys that a profile must have where it has what is around them."""
 PADDING_FINE = 8
 PADDING_STEP = 1.15
 """Batch sizes of the padding's table: each up to 8, then in steps of this factor."""
@@ -154,7 +156,12 @@ def server_overheads(figures: Mapping[str, Any]) -> Overheads:
 def make_uncertainty(
     fit: StepFit, overheads: OverheadFit | None, run_to_run_percent: float
 ) -> Uncertainty:
-    """Steps and overheads are fitted on different loads, so they are off independently."""
+    """Steps and overheads are fitted on different loads and taken as off independently.
+
+    They are not quite: the overheads are what is left of single requests' times when the engine's
+    part is taken off, so they are off the other way: by the fitted gap between steps, and, for a
+    text log, by the whole formula. Intervals of sums of both are somewhat too wide by that.
+    """
     names = list(fit.shape.names)
     matrix = fit.covariance_ns2
     if overheads is not None:
@@ -170,7 +177,7 @@ def make_uncertainty(
         covariance_ns2=tuple(
             tuple(_digits(_symmetric(matrix, row, column)) for column in moves) for row in moves
         ),
-        run_to_run_percent=_digits(min(run_to_run_percent, 1000.0)),
+        run_to_run_percent=percent(run_to_run_percent),
     )
 
 
@@ -208,14 +215,13 @@ def make_profile(
 ) -> Profile:
     """Raises: CalibrationError when the parts make no valid profile; the key is told."""
     settings = header.settings
-    dtype = (settings.dtype or "").removeprefix("torch.")
     profile = Profile(
         schema=1,
         name=name,
         gpu=gpu,
         model=model,
-        tensor_parallel=settings.tensor_parallel or (1 if base is None else base.tensor_parallel),
-        dtype=cast("Any", dtype if dtype in DTYPE_BYTES else load_models()[model].dtype),
+        tensor_parallel=_tensor_parallel(settings, base),
+        dtype=cast("Any", _dtype(settings, model)),
         step=step,
         overheads=overheads,
         engine=engine_flags(settings, base),
@@ -227,6 +233,40 @@ def make_profile(
         return decode(msgspec.to_builtins(profile), Profile, name)
     except ValueError as error:
         raise CalibrationError(str(error)) from error
+
+
+def _tensor_parallel(settings: ServerSettings, base: Profile | None) -> int:
+    return settings.tensor_parallel or (1 if base is None else base.tensor_parallel)
+
+
+def _dtype(settings: ServerSettings, model: str) -> str:
+    dtype = (settings.dtype or "").removeprefix("torch.")
+    return dtype if dtype in DTYPE_BYTES else load_models()[model].dtype
+
+
+def assumed(settings: ServerSettings, model: str, base: Profile | None) -> list[str]:
+    """Notes on what the profile says of the server without knowing it, or cannot say."""
+    out: list[str] = []
+    if settings.tensor_parallel is None:
+        out.append(
+            f"tensor_parallel was not recorded: {_tensor_parallel(settings, base)} is assumed."
+        )
+    dtype = (settings.dtype or "").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        said = f"recorded as {settings.dtype}" if settings.dtype else "not recorded"
+        out.append(f"dtype was {said}: {_dtype(settings, model)} is assumed, as of {model}.")
+    if settings.quantization:
+        out.append(
+            f"The server's weights are quantized ({settings.quantization}); a profile cannot say "
+            f"so, and has {_dtype(settings, model)}: do not scale it to other models or cards."
+        )
+    kept = (settings.kv_cache_dtype or "auto").removeprefix("torch.")
+    if kept not in ("auto", dtype):
+        out.append(
+            f"The server's KV cache holds {kept}; a profile cannot say so, and has "
+            f"{_dtype(settings, model)}: give kv_blocks, and do not scale it."
+        )
+    return out
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -277,7 +317,7 @@ def _without_empty(value: Any) -> Any:
         return {
             key: _without_empty(item)
             for key, item in value.items()
-            if item is not None and item not in ([], ())
+            if item is not None and (item not in ([], ()) or key in MAY_BE_EMPTY)
         }
     if isinstance(value, list | tuple):
         return [_without_empty(item) for item in value]
@@ -300,6 +340,11 @@ def _around(value: float, interval: tuple[float, float]) -> tuple[float, float]:
 
 def _symmetric(matrix: Array, row: int, column: int) -> float:
     return float(matrix[min(row, column), max(row, column)])
+
+
+def percent(value: float) -> float:
+    """As a profile may hold it."""
+    return _digits(min(value, 1000.0))
 
 
 def _percent(share: float) -> float:

@@ -39,6 +39,10 @@ class Material:
     stalled: Ints
     """Left out of both because the machine stood still."""
     client: tuple[ClientRow, ...] = ()
+    live: bool = False
+    """Whatever came, not a designed load."""
+    same_load: bool = False
+    """What is held out is a part of the load that is fitted, not one of its own."""
 
     def kind(self, steps: Ints) -> Ints:
         return np.asarray(self.contents.kind[steps], dtype=np.int64)
@@ -53,7 +57,7 @@ def designed(recording: Recording, client: tuple[ClientRow, ...]) -> Material:
     asked = {key_of(row.id) or row.id for row in client if row.logprobs}
     contents = read_contents(recording, asked)
     if not contents.exact:  # nothing tells the phases apart
-        return replace(live(recording), client=client)
+        return _without_warming(replace(live(recording), client=client, live=False))
     timing = time_steps(contents)
     checks = contents.in_phases({CHECK_PHASE})
     fitted = ~(contents.in_phases({WARM_PHASE}) | checks) & (contents.phase >= 0)
@@ -81,6 +85,26 @@ def live(recording: Recording) -> Material:
         fitted=_kept(contents, timing, ~held),
         held_out=_kept(contents, timing, held),
         stalled=np.flatnonzero(contents.usable & timing.wild),
+        live=True,
+        same_load=True,
+    )
+
+
+def _without_warming(material: Material) -> Material:
+    """The load begins with the phase ``warm``: as many steps as its tokens took are left alone."""
+    rows = [row for row in material.client if row.phase == WARM_PHASE]
+    tokens = sum(row.prompt_tokens + max(1, row.output_tokens) - 1 for row in rows)
+    contents = material.contents
+    first = int(np.searchsorted(np.cumsum(contents.prefill_tokens + contents.batch), tokens + 1))
+
+    def later(steps: Ints) -> Ints:
+        return steps[steps >= first]
+
+    return replace(
+        material,
+        fitted=later(material.fitted),
+        held_out=later(material.held_out),
+        stalled=later(material.stalled),
     )
 
 

@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 
 LEAST_STEPS = {"decode": 100, "prefill": 12, "mixed": 8}
 LEAST_CHECK_STEPS = 50
+LEAST_KIND_STEPS = 8
+"""Held-out steps of one kind from which on the kind is judged by itself."""
+LEAST_REQUESTS = 8
+LEAST_USABLE = 0.5
+WORST_STALLED_PERCENT = 10.0
 LEAST_SPREAD = 4.0
 """Largest over smallest batch, and over smallest prompt part: else slopes cannot be told."""
 WORST_BIAS = 0.05
 WORST_MEDIAN_ERROR = 0.15
+WORST_KIND_BIAS = 0.15
+WORST_REQUEST_ERROR_PERCENT = 15.0
 WORST_ROUNDS_APART = 0.15
 
 NEEDED_SETTINGS = (
@@ -68,14 +75,70 @@ def refuse_coverage(table: StepTable, kind: Ints) -> list[str]:
     return out
 
 
-def refuse_preemptions(recording: Recording) -> list[str]:
-    count = sum(row.preemptions or 0 for row in recording.steps)
-    requests = sum(1 for _, row in recording.requests if row.preemptions)
-    if not count and not requests:
+def refuse_lost(usable: int, steps: int, stalled_percent: float) -> list[str]:
+    """Too much of the load was left out before anything was judged.
+
+    Args:
+        steps: recorded ones that computed something.
+        stalled_percent: of the time, in steps left out as stalls.
+    """
+    out: list[str] = []
+    if steps and usable < LEAST_USABLE * steps:
+        out.append(
+            f"{usable} of {steps} steps can be used, at least {LEAST_USABLE:.0%} are needed, or "
+            "what is left may not be like the rest: record without other clients, and the whole "
+            "load"
+        )
+    if stalled_percent > WORST_STALLED_PERCENT:
+        out.append(
+            f"{stalled_percent:.1f} % of the time was in steps that took many times as long as "
+            f"their like, at most {WORST_STALLED_PERCENT:.0f} % is taken: requests wait for them "
+            "too; stop other work on the machine, or look for what makes the server stall"
+        )
+    return out
+
+
+def preemptions(recording: Recording) -> int | None:
+    """How many there were; None where the recording does not tell."""
+    told = [row.preemptions for row in recording.steps if row.preemptions is not None]
+    if not told and not recording.requests:
+        return None
+    return max(sum(told), sum(1 for _, row in recording.requests if row.preemptions))
+
+
+def refuse_preemptions(count: int | None) -> list[str]:
+    if not count:
         return []
     return [
-        f"{max(count, requests)} pre-emptions in the load: its times hold work done twice; give "
+        f"{count} pre-emptions in the load: its times hold work done twice; give "
         "the server more KV blocks or lower the load's batches"
+    ]
+
+
+def refuse_kinds(by_kind: Mapping[str, StepErrors]) -> list[str]:
+    """The held-out steps of each kind, of which one may hide behind the others."""
+    return [
+        f"the {errors.steps} held-out {kind} steps took {_apart(errors.bias)} than predicted in "
+        f"all, at most {WORST_KIND_BIAS:.0%} is taken for one kind: compare the report's residuals "
+        f"of {kind} steps, and record again"
+        for kind, errors in by_kind.items()
+        if errors.steps >= LEAST_KIND_STEPS and abs(errors.bias) > WORST_KIND_BIAS
+    ]
+
+
+def refuse_requests(inside: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Whole requests of the held-out load, by the server's own clock."""
+    e2e = inside.get("e2e")
+    if e2e is None or e2e["requests"] < LEAST_REQUESTS:
+        return []
+    error = e2e["mean_error_percent"]
+    if abs(error) <= WORST_REQUEST_ERROR_PERCENT:
+        return []
+    return [
+        f"whole requests of the held-out load took {_apart(error / 100)} than predicted in the "
+        f"mean, by the server's own clock, at most {WORST_REQUEST_ERROR_PERCENT:.0f} % is taken: "
+        "what happens between the steps is not as the profile has it; stop other work on the "
+        "machine and record again"
     ]
 
 

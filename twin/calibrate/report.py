@@ -83,10 +83,19 @@ def _header(calibration: Calibration, title: str) -> str:
         verdict = f'<div class="warning">The fit is refused:<ul>{items}</ul></div>'
     else:
         held = figures["held_out_errors"]["all"]
+        load = "held-out parts of the same load" if figures["same_load"] else "held-out load"
+        whole = figures["requests_inside"].get("e2e")
         verdict = (
-            f'<p class="verdict">The fit is good: on held-out load it is off by '
+            f'<p class="verdict">The fit is good: on {load} it is off by '
             f"{held['bias_percent']:+.1f}&nbsp;% in all, and by "
-            f"{held['mean_percent']:.1f}&nbsp;% on single steps, weighted by time.</p>"
+            f"{held['mean_percent']:.1f}&nbsp;% on single steps, weighted by time. "
+            + (
+                "Whole requests were not judged.</p>"
+                if whole is None
+                else "Whole requests are off by "
+                f"{whole['mean_error_percent']:+.1f}&nbsp;% in the mean, by the server's "
+                "clock.</p>"
+            )
         )
     return (
         '<header><div class="eyebrow">Twinkeel · calibration report</div>'

@@ -721,29 +721,31 @@ class Engine:
             self._end_ticks += ticks
             self._decide_ticks = self._end_ticks
         if done:
-            self._end_prefills(step, done)
+            self._end_prefills(step, done, batch)
         settled = self._partial is None and not self._waiting and self._batch
         if settled and self._skip and self._plan_span():
             return
         self._mode = STEP
         self.next_wake_ns = self._decide_ticks >> TICK_BITS
 
-    def _end_prefills(self, step: int, done: list[Sequence]) -> None:
+    def _end_prefills(self, step: int, done: list[Sequence], batch: int) -> None:
         """Prefills completed in ``step``: each yields a token at its end, and decodes from then.
 
-        When that is, is known, so first tokens need no decision of their own.
+        When that is, is known, so first tokens need no decision of their own. They stand behind
+        the ``batch`` sequences that decode in the step, in the order of ``done``.
         """
         ended: list[Sequence] = []
-        running = len(self._running)
+        turn = batch - self._overrunning(step)
         end_ns = self._end_ticks >> TICK_BITS
         size = self._block_tokens
         for seq in done:
+            turn += 1
             kept = seq.replayed
             total = seq.prompt_tokens + kept
             seq.prefilled = total
             seq.replayed = 0
             if not kept and not seq.pooling:
-                seq.turn = running
+                seq.turn = turn
                 self._on_first(seq, end_ns)
             more = seq.outputs - kept - 1
             if not more and not (seq.eos and self._lag):
@@ -761,6 +763,24 @@ class Engine:
             heappush(self._ends, end << ORDER_BITS | seq.order)
         if ended:
             self._outputs.append((step, ended))
+
+    def _overrunning(self, step: int) -> int:
+        """Of the sequences that decode in ``step``, those that ended by themselves one earlier:
+        what is computed for them is thrown away.
+
+        They leave the batch with the next step, so they are at the top of the heap of ends.
+        """
+        if not self._lag:
+            return 0
+        ends, count = self._ends, 0
+        places = [0]
+        while places:
+            place = places.pop()
+            if place < len(ends) and ends[place] >> ORDER_BITS == step + 1:
+                seq = self._running[ends[place] & ORDER_MASK]
+                count += seq.eos and seq.stalled_step != step
+                places += (2 * place + 1, 2 * place + 2)
+        return count
 
     # ---- deciding a step that lacks blocks ----
 

@@ -113,7 +113,8 @@ class Sequence:
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache at the first admission."""
         self.turn = 0
-        """Sequences running when the step of its first token was decided, itself included."""
+        """Its place among the sequences that put out a token in the step of its first one, from
+        1: it stands behind all that decode."""
         self.replayed = 0
         """Output tokens kept over a preemption: prompt of the next prefill."""
         self.prefilled = 0
@@ -128,3 +129,18 @@ class Sequence:
         self.shared_blocks = 0
         self.held: list[tuple[Extent, int]] = []
         self.held_blocks = 0
+
+    def last_out_ns(self, first_ns: int, now_ns: int, token_ns: int) -> int:
+        """When its last token has been sent: after its own tokens, but not before the first one.
+
+        Args:
+            first_ns: when the engine had its first token; below 0: nobody listens for it.
+            now_ns: when the engine had its last one.
+            token_ns: what it takes to send one.
+        """
+        if self.pooling:
+            return now_ns
+        out_ns = now_ns + token_ns * self.outputs
+        if self.turn <= self.outputs or first_ns < 0:
+            return out_ns
+        return max(out_ns, first_ns + token_ns * self.turn)

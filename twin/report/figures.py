@@ -388,7 +388,8 @@ def interval_texts(replays: Sequence[Replay]) -> list[str]:
         f"Intervals hold {LEVEL_PERCENT} %, from {runs} more runs, each with step times drawn "
         "from what the profiles know of their errors and with a seed of its own (ties, thinning, "
         "copies). In all of them the policy predicts with the profile as it is written. A figure "
-        "of the simulation without an interval reads the same at both ends of it.",
+        "of the simulation without an interval reads the same at both ends of it, or too few of "
+        "the runs have it.",
         *(f"Drawn for {name}: {text}." for name, text in covered.items()),
         *(
             f"Not covered for {name}, since no error is known: {', '.join(names)}."

@@ -166,10 +166,8 @@ class LiveEngine:
             hearer.last_ns = at_ns
             if self._writer is not None:
                 self._writer.finished(seq, self._in_ns, hearer.first_ns, at_ns)
-            tokens_ns = 0 if seq.pooling else self._token_ns * seq.outputs
-            if seq.turn > seq.outputs:  # a short answer: it does not overtake its first token
-                tokens_ns = max(tokens_ns, hearer.first_ns + self._token_ns * seq.turn - at_ns)
-            self._send(at_ns + self._out_ns + tokens_ns, _FINISH, seq)
+            out_ns = seq.last_out_ns(hearer.first_ns, at_ns, self._token_ns)
+            self._send(out_ns + self._out_ns, _FINISH, seq)
 
     def _stepped(self, record: StepRecord) -> None:
         assert self._writer is not None

@@ -61,11 +61,12 @@ class Histogram:
 class ServerMetrics:
     """What a server counts beside its engine."""
 
-    def __init__(self, model: str, live: LiveEngine, steps_path: str = "") -> None:
-        """``steps_path``: where its step records are written; empty: nowhere."""
+    def __init__(self, model: str, live: LiveEngine, steps_path: str = "", life: str = "") -> None:
+        """``steps_path``: where its step records are written; empty: nowhere. ``life``: in them."""
         self._model = _escaped(model)
         self._live = live
         self._steps_path = _escaped(steps_path)
+        self._life = life
         self._start_s = time()
         self.rejections = 0
         self._success = dict.fromkeys(REASONS, 0)
@@ -181,7 +182,8 @@ class ServerMetrics:
         if self._steps_path:
             out.append("# HELP twinkeel_steps_info Where the engine's step records are written")
             out.append("# TYPE twinkeel_steps_info gauge")
-            out.append(f'twinkeel_steps_info{{engine="0",path="{self._steps_path}"}} 1.0')
+            labels = f'engine="0",life="{self._life}",path="{self._steps_path}"'
+            out.append(f"twinkeel_steps_info{{{labels}}} 1.0")
         return ("\n".join(out) + "\n").encode()
 
 

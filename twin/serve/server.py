@@ -123,8 +123,8 @@ class Server:
         self._live = LiveEngine(
             loop, spec.settings, spec.cost, spec.profile.overheads, self._writer
         )
-        steps_path = "" if self._writer is None else str(self._writer.path)
-        self._metrics = ServerMetrics(self.model, self._live, steps_path)
+        steps = ("", "") if self._writer is None else (str(self._writer.path), self._writer.life)
+        self._metrics = ServerMetrics(self.model, self._live, *steps)
         self._routes = self._make_routes()
         self._runner: web.ServerRunner | None = None
         self.url = ""

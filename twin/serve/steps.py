@@ -6,6 +6,7 @@ finished. Times are the engine's planned ones, so a late event loop is not seen 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from time import monotonic_ns, time_ns
@@ -21,6 +22,7 @@ from traces.steps import (
     StepRow,
     encode_header,
     encode_row,
+    older_half,
 )
 from twin.engine.sequence import PREFILL
 
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
 
     from twin.engine import Sequence, StepRecord
     from twin.fleet import ReplicaSpec
+
+
+HALF_BYTES = 16 << 20
+"""When the file has so much it begins anew; the half before stays."""
+
+log = logging.getLogger(__name__)
 
 
 class _Decided(NamedTuple):
@@ -54,7 +62,14 @@ class StepWriter:
         self.path = folder.resolve() / f"steps-{os.getpid()}-0.jsonl"
         self.start_ns = 0
         """The monotonic clock when the engine's was at 0."""
+        self.life = uuid4().hex[:16]
+        """In the file and on the page of metrics, as the plug-in has it."""
         self._file: BinaryIO = self.path.open("wb", buffering=0)
+        self._written = 0
+        self._torn = b""
+        """The rest of a line that the disk took a part of."""
+        self._told = False
+        self._header = encode_header(_header(spec, model, version, self.life))
         self._lag = 1 if spec.settings.async_scheduling else 0
         self._blocks = spec.settings.kv_blocks - 1
         self._seqs: dict[int, tuple[Sequence, str]] = {}
@@ -62,7 +77,7 @@ class StepWriter:
         self._decided: deque[_Decided] = deque()
         self._step = 0
         self._end_ns = 0
-        self._lines: list[bytes] = [encode_header(_header(spec, model, version))]
+        self._lines: list[bytes] = [self._header]
         self.flush()
 
     def add(self, seq: Sequence, name: str) -> None:
@@ -133,17 +148,41 @@ class StepWriter:
         self.drop(seq)
 
     def flush(self) -> None:
-        """Into the file with it."""
-        if self._lines:
-            self._file.write(b"".join(self._lines))
-            self._lines.clear()
+        """Into the file with it. What a full disk does not take is lost: answers go on."""
+        if not self._lines:
+            return
+        data, done = self._torn + b"".join(self._lines), 0
+        self._lines.clear()
+        try:
+            if self._written >= HALF_BYTES and not self._torn:
+                self._begin_anew()
+                data = self._header + data
+            while done < len(data):
+                done += self._file.write(data[done:])
+            self._torn = b""
+        except OSError as error:
+            if done and data[done - 1 : done] != b"\n":
+                self._torn = data[done : data.index(b"\n", done) + 1]
+            elif done:
+                self._torn = b""
+            if not self._told:
+                self._told = True
+                log.warning("%s: step records are lost, this is said once: %s", self.path, error)
+        self._written += done
+
+    def _begin_anew(self) -> None:
+        """What was written until now becomes the older half."""
+        os.replace(self.path, older_half(self.path))
+        self._file.close()
+        self._file = self.path.open("wb", buffering=0)
+        self._written = 0
 
     def close(self) -> None:
         self.flush()
         self._file.close()
 
 
-def _header(spec: ReplicaSpec, model: str, version: str) -> Header:
+def _header(spec: ReplicaSpec, model: str, version: str, life: str) -> Header:
     profile, settings = spec.profile, spec.settings
     told = ServerSettings(
         model=profile.model,
@@ -165,4 +204,6 @@ def _header(spec: ReplicaSpec, model: str, version: str) -> Header:
         enforce_eager=True,
         task=profile.task,
     )
-    return Header(STEPS_SCHEMA, KIND, version, "twin", 0, time_ns(), monotonic_ns(), True, told)
+    return Header(
+        STEPS_SCHEMA, KIND, version, "twin", 0, time_ns(), monotonic_ns(), True, told, life
+    )

@@ -1,7 +1,8 @@
 """The file of one engine's records: opened, appended to, begun anew when half of its room is used.
 
 A line is never left half-written in the middle of a file: what a full disk did not take is written
-first when there is room again. The file is locked as long as its process lives.
+first when there is room again. The file is locked as long as its process lives. In a given folder
+the group may read it: the controller need not be vLLM's own user.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .options import make_folder
+from .options import is_private, make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,7 +40,9 @@ class StepFile:
         self.path = folder / f"steps-{os.getpid()}-{engine}.jsonl"
         try:
             self._begin()
-        except BlockingIOError:  # a folder that machines share: this number lives on another one
+        # In a folder that machines share this number lives on another one; or the file is another
+        # user's, who could read what is written to it.
+        except (BlockingIOError, PermissionError):
             name = f"steps-{os.getpid()}.{secrets.token_hex(4)}-{engine}.jsonl"
             self.path = folder / name
             self._begin()
@@ -65,7 +68,8 @@ class StepFile:
     def _begin(self) -> None:
         """A new file at `path`; what was there is kept as the older half.
 
-        Raises: OSError when it cannot be made, BlockingIOError when another process has it.
+        Raises: OSError when it cannot be made, BlockingIOError when another process has it,
+            PermissionError when it is another user's.
         """
         make_folder(self.path.parent)
         fd = self._fd if self._fd >= 0 and self._in_place() else _open_locked(self.path)
@@ -95,18 +99,39 @@ class StepFile:
 
 
 def clear_old(folder: Path) -> None:
-    """Of the files whose process is gone, delete all but the newest few."""
-    lives = sorted(folder.glob("steps-*.jsonl"), key=lambda path: path.lstat().st_mtime_ns)
-    for path in lives[:-LIVES_KEPT]:
-        with contextlib.suppress(OSError):  # locked: it lives; or another one clears, too
-            os.close(_open_locked(path))
+    """Of the files whose process is gone, delete all but the newest few. Where files cannot be
+    locked, nobody knows which these are, and all stay."""
+    aged: list[tuple[int, Path]] = []
+    for path in folder.glob("steps-*.jsonl"):
+        with contextlib.suppress(OSError):  # another one clears, too
+            aged.append((path.lstat().st_mtime_ns, path))
+    for _, path in sorted(aged)[:-LIVES_KEPT]:
+        with contextlib.suppress(OSError):  # locked: it lives; or it is another user's
+            fd = _open(path)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(fd)
             path.unlink()
             path.with_name(path.name + ".1").unlink(missing_ok=True)
 
 
+def _open(path: Path) -> int:
+    """A descriptor that appends. Raises: PermissionError when the file is another user's."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    mode = 0o600 if is_private(path.parent) else 0o640
+    with contextlib.suppress(FileExistsError):
+        return os.open(path, flags | os.O_EXCL, mode)
+    fd = os.open(path, flags, mode)
+    if os.fstat(fd).st_uid != os.getuid():
+        os.close(fd)
+        raise PermissionError(f"{path} is another user's file")
+    return fd
+
+
 def _open_locked(path: Path) -> int:
-    """A descriptor that appends. Raises: BlockingIOError when another process has the lock."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    """As ``_open``. Raises: BlockingIOError, too, when another process has the lock."""
+    fd = _open(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

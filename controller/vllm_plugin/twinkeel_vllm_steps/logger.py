@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import time
 from functools import partial
 from typing import Any
@@ -21,8 +22,10 @@ from .writer import Writer
 logger = logging.getLogger("vllm.twinkeel_steps")
 VLLM_LOGGER = "vllm.v1.metrics.loggers"
 
-_INFO = Gauge("twinkeel_steps_info", "Where the step records are.", ["path", "engine"])
+_INFO = Gauge("twinkeel_steps_info", "Where the step records are.", ["path", "engine", "life"])
 _DROPPED = Counter("twinkeel_steps_dropped", "Step records that could not be kept.", ["engine"])
+_LIFE = secrets.token_hex(8)
+"""In the files and on the page: so a reader can tell this process's file from another one's."""
 _made: list[StepRecorder] = []
 
 
@@ -78,15 +81,14 @@ class StepRecorder(StatLoggerBase):  # type: ignore[misc]
         if options.folder is None:
             return
         make_folder(options.folder)
-        if options.shared:
-            clear_old(options.folder)
+        clear_old(options.folder)
         for other in [each for each in _made if each._config is self._config]:
             if other is not self and other._engine == self._engine:  # vLLM made its loggers anew
                 other.close()
                 _made.remove(other)
         engines = sum(each._config is self._config for each in _made)
         first_line = partial(
-            header, self._config, self._engine, engines, _vllm_version(), self._details
+            header, self._config, self._engine, engines, _vllm_version(), self._details, _LIFE
         )
         file = StepFile(options.folder, self._engine, options.room_bytes, first_line)
         file.write(())  # the header, before anybody is told of the file
@@ -96,7 +98,7 @@ class StepRecorder(StatLoggerBase):  # type: ignore[misc]
         self._writer = Writer(file, maker.rows, logger.warning, dropped.inc)
         self._writer.start()
         atexit.register(self.close)
-        _INFO.labels(path=str(file.path), engine=engine).set(1)
+        _INFO.labels(path=str(file.path), engine=engine, life=_LIFE).set(1)
         if self._details and options.quiet:
             _silence_step_lines()
         logger.info("step records of engine %d: %s", self._engine, file.path)

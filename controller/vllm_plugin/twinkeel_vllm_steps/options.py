@@ -21,13 +21,11 @@ DEFAULT_ROOM_MIB = 32.0
 
 @dataclass(frozen=True)
 class Options:
-    """`folder` is None when nothing is to be written; `room_bytes` is for both halves together;
-    `shared` tells that the folder is the default one, whose old files the plug-in clears away."""
+    """`folder` is None when nothing is to be written; `room_bytes` is for both halves together."""
 
     folder: Path | None
     room_bytes: int
     quiet: bool
-    shared: bool
 
 
 def read_options(variables: Mapping[str, str]) -> Options:
@@ -44,7 +42,7 @@ def read_options(variables: Mapping[str, str]) -> Options:
         folder = None
     else:
         folder = Path(given).expanduser().absolute() if given else default_folder()
-    return Options(folder, room_bytes, variables.get(QUIET, "1").strip() != "0", not given)
+    return Options(folder, room_bytes, variables.get(QUIET, "1").strip() != "0")
 
 
 def default_folder() -> Path:
@@ -52,14 +50,21 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"twinkeel-steps-{os.getuid()}"
 
 
+def is_private(folder: Path) -> bool:
+    """Nobody else is to read what is in it."""
+    return folder == default_folder()
+
+
 def make_folder(folder: Path) -> None:
-    """Make it, open to this user only, if it is not there.
+    """Make it if it is not there: the default one for this user only, a given one for the group,
+    too. A given one that is there keeps its mode.
 
     Raises: OSError when it cannot be made, and when the default folder is not this user's own:
     anyone can make a folder of that name before, or a link that leads elsewhere.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder == default_folder():
+    own = is_private(folder)
+    folder.mkdir(mode=0o700 if own else 0o750, parents=True, exist_ok=True)
+    if own:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(f"{folder} is not this user's own folder; set {FOLDER}")

@@ -77,7 +77,7 @@ class RowMaker:
             waiting,
             None if used is None else round(used * 1e6),
             getattr(iteration, "num_preempted_reqs", 0),
-            round(min(latencies) * 1e9) if latencies else None,
+            _ns(min(latencies, default=None)),
         )
 
 
@@ -104,9 +104,11 @@ def _ns(seconds: float | None) -> int | None:
     return None if seconds is None or seconds < 0 else round(seconds * 1e9)
 
 
-def header(config: Any, engine: int, engines: int, version: str, details: bool) -> dict[str, Any]:
+def header(
+    config: Any, engine: int, engines: int, version: str, details: bool, life: str
+) -> dict[str, Any]:
     """A file's first line; both clocks are read now. `engines` share the blocks that `config`
-    tells of."""
+    tells of; `life` is what `/metrics` says, too."""
     return {
         "schema": SCHEMA,
         "kind": KIND,
@@ -117,6 +119,7 @@ def header(config: Any, engine: int, engines: int, version: str, details: bool) 
         "mono_ns": time.monotonic_ns(),
         "details": details,
         "settings": settings(config, engines),
+        "life": life,
     }
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-FIGURES = Path("build/fidelity/rtx4090.json")
+FIGURES = Path("build/fidelity/rtx4090.figures.json")
 WORKLOAD = "sharegpt-llama-3.1-8b-300-sps10.jsonl"
 NS_PER_S = 1e9
 STATS = ("mean", "median", "P90", "P95", "P99")
@@ -235,8 +235,10 @@ def rtx4090() -> tuple[list[Figure], dict[str, object]]:
     correlation = float(np.corrcoef(ttft_s, real_ttft_s)[0, 1])
     off_s = np.abs(ttft_s - real_ttft_s)
     how = (
-        "300 requests, vLLM 0.19 on an RTX 4090; profile from single operators' times, nothing "
-        f"fitted on the run, no host overhead added; all rows in %: {_told(errors)}. "
+        "300 requests, vLLM 0.19 on an RTX 4090; profile from single operators' times, no number "
+        "fitted on the run, but which steps to fit (contexts from 128 tokens, from 8 sequences "
+        "beside a prefill) chosen with its outcome in view; no host overhead added; all rows in "
+        f"%: {_told(errors)}. "
         f"{run.preemptions} preemptions predicted (not in the record). Worst with "
         f"the client's clock for arrivals: {_worst(at_client)}; with the formula's line alone, "
         f"fitted to the same tables: {_worst(line)}; of the run's own simulator, as printed: "
