@@ -68,9 +68,10 @@ def test_a_drift_is_told_with_its_size(
     async def play() -> None:
         async with serving(settings) as running:
             slow.fault("slow", factor=1.3)
-            for turn in range(30):
-                # New prompts each time: known ones would go to where they are cached already.
-                asked = [chat(MODEL, f"{turn} {number} " * 200, 150) for number in range(8)]
+            for turn in range(60):
+                # New prompts each time: known ones would go to where they are cached already. And
+                # as many at once as make work for the slow one, too, which the policy avoids.
+                asked = [chat(MODEL, f"{turn} {number} " * 200, 150) for number in range(24)]
                 answers = await ask_all(running.url, asked)
                 assert all(answer.good for answer in answers)
                 if told:

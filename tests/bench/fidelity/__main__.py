@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FIGURES = Path("build/figures/fidelity.json")
 SERIES = Path("build/fidelity")
-PARTS = ("rtx4090", "h100", "plugin", "cpu")
+PARTS = ("rtx4090", "h100", "cpu", "plugin")
 LOADS = (
     "poisson30", "poisson60", "poisson80", "poisson95", "poisson110", "gamma", "azure", "mooncake",
     "prefixes", "priority", "tight",
