@@ -73,7 +73,7 @@ def step_periods_s(folder: Path) -> dict[int, float]:
 
 
 def _decode(server: Vllm, sequences: int) -> None:
-    """All at once, as one request: sent one by one, the first would be done before the last came."""
+    """All at once, as one request: else the first would be done before the last came."""
     prompts = [
         [(number * 7919 + place * 31) % 3000 + 10 for place in range(8)]
         for number in range(sequences)
