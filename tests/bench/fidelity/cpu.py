@@ -51,7 +51,7 @@ POOLS: dict[ServerName, tuple[str, ...]] = {
     "priority": ("--num-gpu-blocks-override", "4096", "--scheduling-policy", "priority"),
     "tight": ("--num-gpu-blocks-override", "52", "--scheduling-policy", "fcfs"),
 }
-FLOOD = 240
+FLOOD = 160
 YARDSTICK = (
     *(Want(0.0, 48, 120) for _ in range(12)),
     *(Want(0.4 + 0.15 * number, 256, 2) for number in range(10)),

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 ServerName = Literal["fcfs", "priority", "tight"]
 BLOCK_TOKENS = 32
-SEGMENTS = 3
-SEGMENT_S = 12.0
+SEGMENTS = 2
+SEGMENT_S = 9.0
 MOONCAKE_SCALE = 16
 """A block of 512 tokens becomes one of the engine's blocks."""
 AZURE_SCALE = 8

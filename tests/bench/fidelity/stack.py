@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from tests.bench.fidelity.driving import Driven
     from twin.world import WorldSettings
 
-ROUNDS, ROUND_S = 2, 30.0
+ROUNDS, ROUND_S = 2, 15.0
 LOAD = 0.8
-CALM_LOAD, CALM_S = 0.1, 15.0
+CALM_LOAD, CALM_S = 0.1, 10.0
 """What comes before, for the times of the way."""
 CV = 2.0
 POLICY = "stable"
