@@ -343,7 +343,7 @@ class Planner:
         return [
             batch
             for batch in sorted(found)
-            if batch == 1 or self._decode_s(batch, SHORT_TOKENS, steps) <= within_s
+            if batch == min(found) or self._decode_s(batch, SHORT_TOKENS, steps) <= within_s
         ]
 
     def _mixed_s(self, batch: int) -> float:

@@ -26,7 +26,7 @@ from twin.calibrate.contents import read_contents
 pytestmark = pytest.mark.live
 
 ROOT = Path(__file__).parents[2]
-NOISE = ("held-out", "rounds differ", "stall")
+NOISE = ("held-out", "rounds differ", "stall", "run the designed load longer")
 PHASES = ("prefill-", "chunks-", "decode-", "mixed", "logprobs-", "api", "check")
 
 
@@ -45,7 +45,7 @@ class Ran:
 def calibrate(*options: object) -> tuple[int, str]:
     """Run the command; its exit code and all that it printed."""
     command = [sys.executable, "-m", "twinkeel", "calibrate", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -54,7 +54,7 @@ def ran(vllm: list[Vllm], tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("calibrate")
     out = folder / "here.yaml"
     code, text = calibrate(
-        "--engine", vllm[0].url, "--quick", "--gpu", "cpu-2core", "--model", "tiny-qwen3",
+        "--engine", vllm[0].url, "--gpu", "cpu-2core", "--model", "tiny-qwen3",
         "--out", out, "--keep", folder / "kept",
     )  # fmt: skip
     return Ran(code, text, out, folder / "kept", vllm[0].log)
@@ -68,7 +68,7 @@ def test_it_ends_with_a_profile_or_with_reasons(ran: Ran) -> None:
         assert "no profile: the fit is not good enough" in ran.text, ran.text
         reasons = [line for line in ran.text.splitlines() if line.startswith("- ")]
         assert reasons
-        for reason in reasons:  # of a machine that is not quiet, and no others
+        for reason in reasons:  # of a machine that is slow or not quiet, and no others
             assert any(word in reason for word in NOISE), reason
         return
     profile = load_profile(ran.profile)
