@@ -49,7 +49,15 @@ OPTIONS = (
 POOLS: dict[ServerName, tuple[str, ...]] = {
     "fcfs": ("--num-gpu-blocks-override", "4096", "--scheduling-policy", "fcfs"),
     "priority": ("--num-gpu-blocks-override", "4096", "--scheduling-policy", "priority"),
-    "tight": ("--num-gpu-blocks-override", "52", "--scheduling-policy", "fcfs"),
+    # vLLM does not start with a pool that its longest request does not fit into.
+    "tight": (
+        "--num-gpu-blocks-override",
+        "52",
+        "--max-model-len",
+        "1024",
+        "--scheduling-policy",
+        "fcfs",
+    ),
 }
 FLOOD = 160
 YARDSTICK = (
