@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from twin.calibrate.contents import KINDS
-from twin.report.assets import CSS, JS
-from twin.report.files import plain, write_whole
-from twin.report.page import CSP
+from twin.report.files import write_whole
+from twin.report.page import document
 
 if TYPE_CHECKING:
     import os
@@ -34,8 +32,6 @@ def write_report(calibration: Calibration, path_html: str | os.PathLike[str]) ->
     Raises:
         ReportError: the file cannot be written.
     """
-    from plotly.offline import get_plotlyjs
-
     draft = calibration.draft
     title = "Calibration" if draft is None else f"Calibration of {draft.name}"
     charts: dict[str, Any] = {}
@@ -45,23 +41,7 @@ def write_report(calibration: Calibration, path_html: str | os.PathLike[str]) ->
     if draft is not None:
         sections.append(_coefficients(draft, charts))
     sections += [_requests(calibration.figures), _used(calibration.figures)]
-    data = json.dumps(plain(charts), allow_nan=False, separators=(",", ":"))
-    data = data.replace("<", "\\u003c")  # a script element ends at the first "</"
-    page = "\n".join([
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{CSP}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>Twinkeel: {escape(title)}</title>",
-        f"<style>{CSS}</style></head><body><main>",
-        *sections,
-        "</main>",
-        f'<script id="charts" type="application/json">{data}</script>',
-        f"<script>{get_plotlyjs()}</script>",
-        f"<script>{JS}</script>",
-        "</body></html>\n",
-    ])  # fmt: skip
-    write_whole(path_html, page)
+    write_whole(path_html, document(title, sections, charts))
 
 
 def _header(calibration: Calibration, title: str) -> str:

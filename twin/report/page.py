@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twin.report import charts
 from twin.report.assets import CSS, JS
@@ -32,7 +32,7 @@ from twin.report.files import plain, write_whole
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from policy.cost import Profile
     from twin.replay import Replay
@@ -63,6 +63,28 @@ def write_html(replays: Sequence[Replay], path: str | os.PathLike[str]) -> None:
     write_whole(path, page.html())
 
 
+def document(title: str, sections: Sequence[str], drawn: Mapping[str, Any]) -> str:
+    """A whole page that needs no network: sections of HTML, and Plotly charts by element id."""
+    from plotly.offline import get_plotlyjs
+
+    data = json.dumps(plain(drawn), allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # a script element ends at the first "</"
+    return "\n".join([
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{CSP}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>Twinkeel: {escape(title)}</title>",
+        f"<style>{CSS}</style></head><body><main>",
+        *sections,
+        "</main>",
+        f'<script id="charts" type="application/json">{data}</script>',
+        f"<script>{get_plotlyjs()}</script>",
+        f"<script>{JS}</script>",
+        "</body></html>\n",
+    ])  # fmt: skip
+
+
 class _Page:
     """Builds the page from top to bottom and gathers its charts on the way."""
 
@@ -72,8 +94,6 @@ class _Page:
         self._charts: dict[str, Chart] = {}
 
     def html(self) -> str:
-        from plotly.offline import get_plotlyjs
-
         title = f"{' and '.join(self.labels)} on {self.replays[0].trace}"
         sections = [
             self._header(title),
@@ -88,22 +108,7 @@ class _Page:
             self._replicas(),
             self._footer(),
         ]
-        data = json.dumps(plain(self._charts), allow_nan=False, separators=(",", ":"))
-        data = data.replace("<", "\\u003c")  # a script element ends at the first "</"
-        return "\n".join([
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{CSP}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>Twinkeel: {escape(title)}</title>",
-            f"<style>{CSS}</style></head><body><main>",
-            *sections,
-            "</main>",
-            f'<script id="charts" type="application/json">{data}</script>',
-            f"<script>{get_plotlyjs()}</script>",
-            f"<script>{JS}</script>",
-            "</body></html>\n",
-        ])  # fmt: skip
+        return document(title, sections, self._charts)
 
     def _chart(self, name: str, chart: Chart, title: str = "") -> str:
         self._charts[name] = chart
