@@ -51,20 +51,19 @@ POOLS: dict[ServerName, tuple[str, ...]] = {
     "priority": ("--num-gpu-blocks-override", "4096", "--scheduling-policy", "priority"),
     # vLLM does not start with a pool that its longest request does not fit into.
     "tight": (
-        "--num-gpu-blocks-override",
-        "52",
-        "--max-model-len",
-        "1024",
-        "--scheduling-policy",
-        "fcfs",
+        "--num-gpu-blocks-override", "52", "--max-model-len", "1024",
+        "--scheduling-policy", "fcfs",
     ),
-}
+}  # fmt: skip
 FLOOD = 160
-YARDSTICK = (
-    *(Want(0.0, 48, 120) for _ in range(12)),
-    *(Want(0.4 + 0.15 * number, 256, 2) for number in range(10)),
-)
-"""Steps that decode, and steps that prefill on top, two to three seconds of them."""
+YARDSTICK_DECODERS: dict[ServerName, int] = {"fcfs": 12, "priority": 12, "tight": 5}
+"""As many as the pool holds beside a prompt: steps of preempted requests cannot be compared."""
+
+
+def yardstick(server: ServerName) -> list[Want]:
+    """Steps that decode, and steps that prefill on top, two to three seconds of them."""
+    decoders = [Want(0.0, 48, 120) for _ in range(YARDSTICK_DECODERS[server])]
+    return [*decoders, *(Want(0.4 + 0.15 * number, 256, 2) for number in range(10))]
 
 
 @contextmanager
@@ -161,10 +160,10 @@ def measure(traces: Path, told: Callable[[str], None] = print) -> Outcome:
                 raise CalibrationError("; ".join(calibration.refusal))
             told("; ".join(("calibrated", *calibration.refusal)))
             outside_ns = calibration.figures["server_in_ns"] + calibration.figures["server_out_ns"]
-            player = _Player(driven, profile, outside_ns, told)
+            player = _Player(driven, "fcfs", profile, outside_ns, told)
             rates = player.flood()
             loads = all_loads(float(np.mean(rates["real"])), traces, SEQS)
-            results += player.all(loads, "fcfs", rates)
+            results += player.all(loads, rates)
             again = player.flood()
             saturation = {name: [*rates[name], *again[name]] for name in rates}
             speeds += player.speeds
@@ -173,8 +172,8 @@ def measure(traces: Path, told: Callable[[str], None] = print) -> Outcome:
             )
         for name in ("priority", "tight"):
             with running(name, folder / name) as driven:
-                player = _Player(driven, profile, outside_ns, told)
-                results += player.all(loads, name, saturation)
+                player = _Player(driven, name, profile, outside_ns, told)
+                results += player.all(loads, saturation)
                 speeds += player.speeds
     return Outcome(calibration, profile, results, saturation, speeds, through)
 
@@ -183,9 +182,11 @@ class _Player:
     """Plays loads on one server, with a yardstick between any two runs."""
 
     def __init__(
-        self, driven: Driven, profile: Profile, outside_ns: float, told: Callable[[str], None]
-    ) -> None:
+        self, driven: Driven, server: ServerName, profile: Profile, outside_ns: float,
+        told: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._driven = driven
+        self._server: ServerName = server
         header = driven.recording(()).header
         self._twin = Twin(profile, header.settings, outside_ns)
         self._told = told
@@ -195,7 +196,7 @@ class _Player:
 
     def yardstick(self) -> float:
         """How many times as long as the profile says steps take just now."""
-        rows = self._driven.play(YARDSTICK)[1]
+        rows = self._driven.play(yardstick(self._server))[1]
         return drift(self._twin.cost, self._driven.recording(rows)).ratio
 
     def pair(self, wants: Sequence[Want], stretch: float = 1.0) -> tuple[Run, Run]:
@@ -205,13 +206,18 @@ class _Player:
         self._speed = self.yardstick()
         self.speeds.append(self._speed)
         speed = (before * self._speed) ** 0.5
-        a, b = (self._predicted(seen, own, speed, stretch) for seen, own in played)
+        a, b = (self._predicted(seen, own or speed, speed, stretch) for seen, own in played)
         return a, b
 
-    def _once(self, wants: Sequence[Want]) -> tuple[list[Seen], float]:
+    def _once(self, wants: Sequence[Want]) -> tuple[list[Seen], float | None]:
+        """What was seen, and the speed of the run's own steps if they can be compared: those of
+        preempted requests cannot."""
         self._driven.forget_prefixes()
         seen, rows = self._driven.play(wants)
-        return seen, drift(self._twin.cost, self._driven.recording(rows)).ratio
+        try:
+            return seen, drift(self._twin.cost, self._driven.recording(rows)).ratio
+        except CalibrationError:
+            return seen, None
 
     def _predicted(self, seen: list[Seen], own: float, speed: float, stretch: float) -> Run:
         served, plain, owned = (self._twin.play(seen, each, stretch) for each in (speed, 1.0, own))
@@ -227,13 +233,11 @@ class _Player:
         self._told(f"saturation: {rates}")
         return rates
 
-    def all(
-        self, loads: Sequence[Load], server: ServerName, rates: dict[str, list[float]]
-    ) -> list[Result]:
+    def all(self, loads: Sequence[Load], rates: dict[str, list[float]]) -> list[Result]:
         results = []
         own = float(np.mean(rates["real"]) / np.mean(rates["twin"]))
         for load in loads:
-            if load.server != server:
+            if load.server != self._server:
                 continue
             result = Result(load)
             stretch = own if load.stretch_twin else 1.0

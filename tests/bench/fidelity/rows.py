@@ -38,7 +38,8 @@ class Run:
     plain: list[Served]
     """The twin without regard to that."""
     own: list[Served]
-    """The twin at the speed of the run's own steps: what is left is the schedule's error."""
+    """The twin at the speed of the run's own steps: what is left is the schedule's error. Where
+    those cannot be compared, at ``speed``."""
 
 
 @dataclass
