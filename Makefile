@@ -10,7 +10,7 @@ export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
 .PHONY: demo live-demo test test-live check oracle bench-twin bench-gateway dst scenarios \
-  scenarios-long scorecard soak soak-long fidelity gpu-steps format clean
+  scenarios-long scorecard soak soak-long fidelity forecast-bench gpu-steps format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
@@ -22,7 +22,7 @@ live-demo: $(if $(VLLM),.venv/dev,.venv/live)
 	$(BIN)/python -m $(if $(VLLM),tests.live.demo,controller.demo)
 
 test: .venv/dev
-	$(BIN)/pytest -m "not live" -n 2 --cov=policy --cov-report=term-missing:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not live" -n 2 --cov=policy --cov-report=term-missing:skip-covered
 
 test-live: .venv/dev
 	$(BIN)/pytest -m live tests/live
@@ -65,6 +65,10 @@ scenarios-long: .venv/dev
 fidelity: .venv/fidelity
 	$(BIN)/python -m tests.bench.fidelity
 	$(BIN)/python -m tests.bench.fidelity.charts
+
+# How well loads are forecast, and what that is worth in GPU-hours: about twenty minutes.
+forecast-bench: .venv/fidelity
+	$(BIN)/python -m tests.bench.forecast
 
 # Step times of a Qwen3-8B-shaped model with PyTorch; without a GPU a tiny shape, and says so.
 gpu-steps: .venv/gpu

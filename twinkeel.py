@@ -12,6 +12,7 @@ from controller.calibration import cli as calibration
 from controller.cli import BadInput, keys, plain_errors, serve, status
 from traces.cli import trace
 from twin.cli import completion, policy, replay_command
+from twin.forecast_cli import forecast
 from twin.log_cli import audit, explain
 from twin.scenario_cli import scenario
 from twin.serve.cli import twin
@@ -27,6 +28,7 @@ Start here:
   twinkeel scenario run peak                                   play a claim with its seeds
   twinkeel trace import mylog.csv --map map.yaml -o my.parquet bring your own traffic
   twinkeel policy show --defaults                              see every parameter
+  twinkeel forecast train week.parquet --out forecaster        a forecaster of your load
   twinkeel twin serve --profile h100-sxm/qwen3-8b --port 8000  a simulated vLLM over HTTP
   twinkeel serve --upstream http://127.0.0.1:8000              the controller in front of it
   twinkeel calibrate --engine http://127.0.0.1:8000 --out p.yaml   a profile of a real server
@@ -136,6 +138,7 @@ main.add_command(calibrate)
 main.add_command(trace)
 main.add_command(policy)
 main.add_command(scenario)
+main.add_command(forecast)
 main.add_command(twin)
 main.add_command(serve)
 main.add_command(status)

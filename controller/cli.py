@@ -276,6 +276,10 @@ def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]
     "--keys", default=None, metavar="FILE",
     help="Hashed API keys of callers (see `twinkeel keys`).  [default: callers need none]",
 )  # fmt: skip
+@click.option(
+    "--forecast", default=None, metavar="DIR",
+    help="A trained forecaster: the policy is told what it says.  [default: none]",
+)  # fmt: skip
 @click.option("--otlp", default=None, metavar="URL", help="OTLP/HTTP endpoint for spans.")
 @click.option(
     "--span-share", type=float, default=None, metavar="SHARE",
@@ -374,6 +378,12 @@ def _report_check(settings: Settings) -> None:
         from controller.gateway.keys import read_entries
 
         click.echo(f"keys     {len(read_entries(Path(settings.keys)))} in {settings.keys}: valid")
+    if settings.forecast:
+        from controller.forecasting import load_model
+
+        model = load_model(settings.forecast)
+        ahead = ", ".join(f"{horizon * model.window_s / 60:g}" for horizon in model.horizons)
+        click.echo(f"forecast {settings.forecast}: says what comes in {ahead} minutes: valid")
     unfit = _report_servers(settings)
     if unfit:
         raise BadInput(f"{', '.join(unfit)}: cannot be used as it is, see above")

@@ -100,6 +100,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of requests whose caller did not decide it by a ``traceparent``."""
     webhook: str = ""
     """Where alerts are posted; empty: they are only logged and counted."""
+    forecast: str = ""
+    """Folder of a trained forecaster, whose forecasts the policy is told; empty: it is told
+    none."""
     record: bool = True
     """Write a trace of what passes (lengths, times, hashed ids)."""
     scrape_s: Seconds = 5.0

@@ -20,6 +20,7 @@ from controller.admin.token import ADDRESS_FILE
 from controller.beginning import begin, go_on
 from controller.driver import FLUSH_S, Driver
 from controller.errands import Errands
+from controller.forecasting import LOOK_S, Forecasting, kept_windows, load_model
 from controller.gateway.answers import Answers
 from controller.gateway.app import Gateway
 from controller.gateway.keys import load_keys
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from controller.accepting import Acceptor
     from controller.beginning import Beginning
     from controller.config import Settings
+    from controller.forecasting import Model
     from policy.decisions import BreakerState, Decision
     from policy.events import Event
     from policy.parameters import Parameters
@@ -163,10 +165,11 @@ async def _start(
     stack.enter_context(alone_in(data))
     token = load_token(settings)
     keys = load_keys(settings.keys) if settings.keys else None
+    model = load_model(settings.forecast) if settings.forecast else None
     database = Database(data / "controller.sqlite")
     stack.callback(database.close)
     beginning = await begin(settings, database)
-    driver, ears = await _driver(settings, beginning, database, stack)
+    driver, ears = await _driver(settings, beginning, database, model, stack)
     running = Running(settings, driver, token)
     if settings.observe:
         running.shadow = beginning.wanted
@@ -219,7 +222,11 @@ class _Hearers:
 
 
 async def _driver(
-    settings: Settings, beginning: Beginning, database: Database, stack: contextlib.AsyncExitStack
+    settings: Settings,
+    beginning: Beginning,
+    database: Database,
+    model: Model | None,
+    stack: contextlib.AsyncExitStack,
 ) -> tuple[Driver, _Hearers]:
     data, clock, parameters = settings.data_path, beginning.clock, beginning.parameters
     log = LiveLog(
@@ -246,10 +253,13 @@ async def _driver(
     )  # fmt: skip
     stack.push_async_callback(driver.close)
     recorder = _recorder(settings, beginning, driver, stack)
+    forecasting = await _forecasting(model, driver, database, stack)
 
     def sinks() -> Mapping[str, Sink]:
         kept = {} if recorder is None else {"trace": Sink(recorder.rows, 0, recorder.dropped_rows)}
         breakers = Sink(database.moves, 0, database.left_out)
+        if forecasting is not None:
+            kept["forecast"] = Sink(forecasting.told, forecasting.failed, 0)
         return {
             "spans": spans.counts(), "webhook": webhook.counts(), "breakers": breakers, **kept,
         }  # fmt: skip
@@ -271,6 +281,20 @@ async def _driver(
         driver.listen(shadow)
         ears.observed = reader.observed = shadow.report
     return driver, ears
+
+
+async def _forecasting(
+    model: Model | None, driver: Driver, database: Database, stack: contextlib.AsyncExitStack
+) -> Forecasting | None:
+    if model is None:
+        return None
+    now_s = time.time()
+    kept = await database.run(lambda db: kept_windows(db, model.window_s, now_s))
+    forecasting = Forecasting(model, driver, database, kept)
+    driver.listen(forecasting)
+    driver.every(LOOK_S, forecasting.turn)
+    stack.push_async_callback(forecasting.close)
+    return forecasting
 
 
 async def _tell_breakers(beginning: Beginning, database: Database, ears: _Hearers) -> None:

@@ -16,10 +16,14 @@ import numpy as np
 
 from policy.events import Forecasted  # noqa: TC001 - msgspec reads it
 from policy.forecast import Rates, Seasonal
+from policy.forecast.events import forecasted
 from policy.forecast.seasonal import DAY_S, NS_PER_S
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from policy.forecast.contract import Forecaster
+    from policy.forecast.series import Series
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -56,6 +60,63 @@ def forecasts(
             Seasonal().fit(history.then(today.until(slot))).predict(horizons_s),
         )
         for slot in range(begin_s // slot_s, math.ceil(end_s / slot_s))
+    ]
+
+
+def dated(
+    forecaster: Forecaster,
+    requests: Series,
+    tokens: Series,
+    begin: int,
+    end: int,
+    tokens_forecaster: Forecaster | None = None,
+) -> list[Dated]:
+    """What a fitted forecaster says at the beginning of each window of a run.
+
+    Args:
+        forecaster: of requests, and of tokens if no other is given.
+        requests: per second, all windows before the run and those of it, of which only what has
+            passed is looked at.
+        tokens: prompt and output tokens per second, in the same windows.
+        begin: the window that the run begins with, at least 1: something must be known.
+        end: the one that it ends before.
+
+    Raises:
+        ValueError: windows that are not there, or two series of different windows.
+    """
+    if (requests.window_s, requests.start_s, len(requests)) != (
+        tokens.window_s, tokens.start_s, len(tokens),
+    ):  # fmt: skip
+        raise ValueError(
+            f"requests are known for {len(requests)} windows of {requests.window_s} s from"
+            f" {requests.start_s} s and tokens for {len(tokens)} of {tokens.window_s} s from"
+            f" {tokens.start_s} s: they must be the same"
+        )
+    if not 1 <= begin < end <= len(requests):
+        raise ValueError(
+            f"a run from window {begin} to {end} must begin at 1 or later and lie within the"
+            f" {len(requests)} windows"
+        )
+    origins = np.arange(begin - 1, end - 1)
+    horizons = forecaster.horizons
+    of_tokens = tokens_forecaster or forecaster
+    if tuple(of_tokens.horizons) != tuple(horizons):
+        raise ValueError(
+            f"requests are forecast for the windows {tuple(horizons)} ahead and tokens for"
+            f" {tuple(of_tokens.horizons)}: they must be the same"
+        )
+    rates = zip(
+        forecaster.predict(requests, origins),
+        of_tokens.predict(tokens, origins),
+        zip(requests.mean[origins], tokens.mean[origins], strict=True),
+        strict=True,
+    )
+    return [
+        Dated(
+            round(place * requests.window_s * NS_PER_S),
+            forecasted(requests.window_s, horizons, *each),
+        )
+        for place, each in enumerate(rates)
     ]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from policy.events import Forecasted
 from policy.files import code_hash
 from policy.log import LogError
 from policy.parameters import from_canonical
@@ -34,6 +35,7 @@ def audit(logs: tuple[Path, ...]) -> None:
     LOG is a segment (decisions.N.log) or a folder of them. Exit code 1 at the first difference.
     """
     from policy.audit import replay
+    from twin.story import forecast_words
 
     paths = _segments(logs)
     counted = _Count()
@@ -46,6 +48,12 @@ def audit(logs: tuple[Path, ...]) -> None:
         click.echo(f"note: the log was written by other policy code ({hash_})", err=True)
     if difference is None:
         click.echo(f"{counted.steps} steps in {len(paths)} segments: the same decisions")
+        if counted.forecast is not None:
+            at_ns, event = counted.forecast
+            click.echo(
+                f"{counted.forecasts} forecasts were told, the last after {at_ns / 1e9:.3f} s:"
+                f" {forecast_words(event)}"
+            )
         return
     logged = difference.logged
     click.echo(f"segment {difference.segment}, record {difference.record} differs")
@@ -109,6 +117,9 @@ class _Count:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.forecasts = 0
+        self.forecast: tuple[int, Forecasted] | None = None
+        """The last one, and when it was told."""
         self.hashes: set[str] = set()
 
     def policy_of(self, header: Header, snapshot: bytes) -> Policy:
@@ -127,6 +138,9 @@ class _Counted:
 
     def step(self, now_ns: int, event: Event) -> Sequence[Decision]:
         self._count.steps += 1
+        if isinstance(event, Forecasted):
+            self._count.forecasts += 1
+            self._count.forecast = now_ns, event
         return self._policy.step(now_ns, event)
 
 

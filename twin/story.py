@@ -9,7 +9,7 @@ import msgspec
 
 from policy.compose import restore
 from policy.decisions import Alert, BreakerMoved, Dispatch, Rotated, Settled, Start, Stop
-from policy.events import Arrived, FirstToken, GpuFault, ReplicaDown, ReplicaUp
+from policy.events import Arrived, FirstToken, Forecasted, GpuFault, ReplicaDown, ReplicaUp
 from policy.log import LogError, read_segment
 from policy.parameters import from_canonical
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from policy.contract import Policy
     from policy.log import Record
 
-MEANWHILE = (Alert, BreakerMoved, Rotated, Start, Stop, ReplicaDown, GpuFault)
+MEANWHILE = (Alert, BreakerMoved, Rotated, Start, Stop, ReplicaDown, GpuFault, Forecasted)
 """What may have mattered to it although it does not name it."""
 MEANWHILE_MAX = 40
-NS_PER_MS = 1_000_000
+NS_PER_MS, NS_PER_S = 1_000_000, 1_000_000_000
+POINTS_SHOWN = 15
+"""Of a forecast, the nearest."""
 
 
 @runtime_checkable
@@ -52,6 +54,8 @@ class Story:
     meanwhile_left_out: int = 0
     names: dict[int, str] = field(default_factory=dict)
     """Of replicas."""
+    forecast: tuple[int, Forecasted] | None = None
+    """The last one that was fed before it arrived, and when."""
 
     def after_ms(self, at_ns: int) -> float:
         """Milliseconds since it arrived, or since the log first mentions it."""
@@ -68,7 +72,7 @@ def tell(segments: Iterable[bytes], request: int) -> Story:
     policy: Policy | None = None
     for data in segments:
         if story.begin_ns < 0 and not _mentions(data, request):
-            _learn_names(data, story)
+            _learn_before(data, story)
             continue
         header, snapshot, records = read_segment(data)
         if policy is None:
@@ -89,10 +93,16 @@ def _mentions(data: bytes, request: int) -> bool:
     return any(_about(record, request) for record in read_segment(data).records)
 
 
-def _learn_names(data: bytes, story: Story) -> None:
+def _learn_before(data: bytes, story: Story) -> None:
     for record in read_segment(data).records:
-        if isinstance(record.event, ReplicaUp):
-            story.names[record.event.replica] = record.event.name
+        _before(story, record)
+
+
+def _before(story: Story, record: Record) -> None:
+    if isinstance(record.event, ReplicaUp):
+        story.names[record.event.replica] = record.event.name
+    elif isinstance(record.event, Forecasted):
+        story.forecast = record.now_ns, record.event
 
 
 def _about(record: Record, request: int) -> bool:
@@ -108,12 +118,16 @@ def _names(value: object, request: int) -> bool:
 def _take(story: Story, record: Record, policy: Policy) -> None:
     """``policy`` is in the state before the record."""
     now_ns, event = record.now_ns, record.event
-    if isinstance(event, ReplicaUp):
-        story.names[event.replica] = event.name
     if story.begin_ns < 0:
         if not _about(record, story.request):
+            _before(story, record)
             return
         story.begin_ns = now_ns
+        if story.forecast is not None:
+            at_ns, forecast = story.forecast
+            story.lines.append((at_ns, f"before    {forecast_words(forecast)}"))
+    elif isinstance(event, ReplicaUp):
+        story.names[event.replica] = event.name
     if _names(event, story.request):
         if isinstance(event, Arrived):
             story.arrived = event
@@ -149,6 +163,8 @@ def _meanwhile(story: Story, now_ns: int, value: msgspec.Struct) -> None:
 
 def _words(value: msgspec.Struct, story: Story) -> str:
     """The tag, and every field that is not at its default; prefixes by their number only."""
+    if isinstance(value, Forecasted):
+        return forecast_words(value)
     words = []
     for info in msgspec.structs.fields(type(value)):
         content = getattr(value, info.name)
@@ -160,3 +176,19 @@ def _words(value: msgspec.Struct, story: Story) -> str:
             content = f"{len(content)} blocks"
         words.append(f"{info.name}={content}")
     return f"{value.__struct_config__.tag}: {', '.join(words)}".removesuffix(": ")
+
+
+def forecast_words(event: Forecasted) -> str:
+    """Its figures, by how far ahead they are."""
+
+    def row(values: Sequence[int], unit: int) -> str:
+        shown = ", ".join(f"{value / unit:.10g}" for value in values[:POINTS_SHOWN])
+        return f"{shown}, ..." if len(values) > POINTS_SHOWN else shown
+
+    if not event.horizons_ns:
+        return "forecast: nothing"
+    return (
+        f"forecast: in {row(event.horizons_ns, NS_PER_S)} s:"
+        f" requests/s {row(event.requests_p50, 1000)} (p90 {row(event.requests_p90, 1000)}),"
+        f" tokens/s {row(event.tokens_p50, 1)} (p90 {row(event.tokens_p90, 1)})"
+    )

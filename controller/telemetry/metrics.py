@@ -22,7 +22,15 @@ from controller.telemetry.fairness import Fairness
 from controller.telemetry.tallies import NS_PER_S, OTHER, Counter, Histogram, Names
 from controller.telemetry.timing import HOPS
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Verify
-from policy.events import Event, Failed, ReplicaDown, ReplicaUp, Scraped, StepsRead
+from policy.events import (
+    Event,
+    Failed,
+    Forecasted,
+    ReplicaDown,
+    ReplicaUp,
+    Scraped,
+    StepsRead,
+)
 from policy.outcomes import CALLERS_FAULT
 
 if TYPE_CHECKING:
@@ -70,6 +78,8 @@ KEY_CHARS_MOST = 200
 REPLICAS_MOST = 256
 MODELS_MOST = 100
 FIGURES_MOST = 100
+HORIZONS_MOST = 20
+"""Of a forecast, the nearest, that are shown."""
 
 
 class LogHealth(NamedTuple):
@@ -130,6 +140,8 @@ class Metrics(Listener):
         self._fairness = Fairness()
         self._deadline_ns = {sla: round(s * NS_PER_S) for sla, s in DEADLINE_S.items()}
         self._policy = ("", "")
+        self._forecast: tuple[int, Forecasted] | None = None
+        """When the last one was told, and what."""
         self._open = 0
         self._streams = 0
         self._begin_names()
@@ -137,6 +149,7 @@ class Metrics(Listener):
         self._begin_histograms()
         self._on_event: dict[type[Event], Callable[[int, Any], None]] = {
             Failed: self._failed,
+            Forecasted: self._forecasted,
             Scraped: self._scraped,
             StepsRead: self._steps_read,
             ReplicaUp: self._up,
@@ -338,6 +351,9 @@ class Metrics(Listener):
     def _failed(self, now_ns: int, event: Failed) -> None:
         self._errors.add((event.kind, self._replicas.get(event.replica, OTHER)))
 
+    def _forecasted(self, now_ns: int, event: Forecasted) -> None:
+        self._forecast = now_ns, event
+
     def _breaker_moved(self, decision: BreakerMoved) -> None:
         key = self._set_breaker(decision.key, decision.state)
         self._breaker_moves.add((key, decision.state))
@@ -458,6 +474,7 @@ class Metrics(Listener):
         yield from self._of_state(state)
         yield from self._of_replicas(state.now_ns)
         yield from self._of_service(state.now_ns)
+        yield from self._of_forecast(state.now_ns)
         figures = list(state.shadow.items())[:FIGURES_MOST]
         yield _gauge(
             "shadow", "Figures of observe mode: what would have been done", ("figure",),
@@ -558,6 +575,30 @@ class Metrics(Listener):
             "wanted_replicas", "Replicas that a pool should have", ("pool",),
             {(pool,): count for pool, count in self._wanted.items()},
         )  # fmt: skip
+
+    def _of_forecast(self, now_ns: int) -> Iterator[Metric]:
+        """Nothing, while none was told."""
+        if self._forecast is None:
+            return
+        at_ns, event = self._forecast
+        yield _gauge(
+            "forecast_age_seconds", "Since the policy was told the last one", (),
+            {(): (now_ns - at_ns) / NS_PER_S},
+        )  # fmt: skip
+        ahead = [f"{ns / NS_PER_S:g}" for ns in event.horizons_ns[:HORIZONS_MOST]]
+        for name, help, unit, median, upper in (
+            ("requests", "Requests", PERMILLE, event.requests_p50, event.requests_p90),
+            ("tokens", "Prompt and output tokens", 1, event.tokens_p50, event.tokens_p90),
+        ):
+            yield _gauge(
+                f"forecast_{name}_per_second", f"{help} expected, by the last forecast",
+                ("ahead_seconds", "quantile"),
+                {
+                    (seconds, quantile): value / unit
+                    for quantile, values in (("0.5", median), ("0.9", upper))
+                    for seconds, value in zip(ahead, values, strict=False)
+                },
+            )  # fmt: skip
 
 
 class _Gauges(Collector):

@@ -9,10 +9,15 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from policy.compose import build_policy
 from policy.decisions import Dispatch
-from policy.log import BATCH_RECORDS, FullLog, read_segment
+from policy.events import Arrived, Cancelled, Forecasted
+from policy.log import BATCH_RECORDS, FullLog, Header, read_segment
+from policy.parameters import canonical
+from tests.policy_support import S, arrived, parameters, up
 from tests.unit.test_scenario import SMALL
-from twin.story import tell
+from twin.forecasts import Dated, write_forecasts
+from twin.story import forecast_words, tell
 from twinkeel import main
 
 if TYPE_CHECKING:
@@ -25,6 +30,16 @@ CLAIMS = [
     {"name": "all answered", "goal": "== 1", "value": {"of": "a/all.answered_share"}},
     {"name": "of b", "goal": "== 1", "value": {"of": "b/all.answered_share"}},
 ]
+
+
+class Pieces:
+    """A segment's bytes."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.write = pieces.append
+
+    def close(self) -> None:
+        pass
 
 
 def run(*words: object) -> Result:
@@ -170,6 +185,52 @@ def test_a_story_goes_on_from_segment_to_segment(played: Path, tmp_path: Path) -
 
 def _number(path: Path) -> int:
     return int(path.name.split(".")[1])
+
+
+def test_forecasts_stand_in_the_log_in_words(tmp_path: Path) -> None:
+    """What the policy was told from a file, and from the scenario: byte for byte in replay."""
+    recorded = [
+        Dated(0, Forecasted((0, 300 * S), (4000, 4500), (5000, 6250), (900, 950), (1000, 1100))),
+        Dated(S, Forecasted((0, 300 * S), (4000, 9000), (5000, 9990), (900, 1950), (1000, 2100))),
+    ]
+    write_forecasts(tmp_path / "told.jsonl", recorded)
+    raw = {**SMALL, "seeds": [1], "events": [{"kind": "forecasts", "file": "told.jsonl"}]}
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump({**raw, "runs": {"a": {}}}))
+    result = run("scenario", "run", path, "--log", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    log = tmp_path / "out" / "a" / "seed-1"
+    (data,) = [each.read_bytes() for each in log.glob("decisions.*.log")]
+    found = [each for each in read_segment(data).records if isinstance(each.event, Forecasted)]
+    assert [Dated(each.now_ns, each.event) for each in found] == recorded
+    words = "forecast: in 0, 300 s: requests/s 4, {} (p90 5, {}), tokens/s 900, {} (p90 1000, {})"
+    first, last = words.format("4.5", "6.25", 950, 1100), words.format("9", "9.99", 1950, 2100)
+    audited = run("audit", log)
+    assert f"2 forecasts were told, the last after 1.000 s: {last}" in audited.output
+    records = read_segment(data).records
+    came_ns = [each.now_ns for each in records if isinstance(each.event, Arrived)]
+    early = next(number for number, at_ns in enumerate(came_ns) if 0 < at_ns < S)
+    told = run("explain", log, early).output
+    assert f"ms  before    {first}" in told
+    late = next(number for number, at_ns in enumerate(came_ns) if at_ns > S)
+    told = run("explain", log, late).output
+    assert f"ms  before    {last}" in told
+    assert first not in told
+
+
+def test_a_forecast_meanwhile_is_part_of_a_story() -> None:
+    policy = build_policy(parameters())
+    pieces: list[bytes] = []
+    header = Header(1, "", canonical(parameters()), 0)
+    log = FullLog(header, policy.snapshot, lambda _: Pieces(pieces))
+    forecast = Forecasted((0,), (4000,), (5000,), (900,), (1000,))
+    for now_ns, event in enumerate((up(), arrived(1), forecast, Cancelled(1))):
+        log.append(now_ns, event, tuple(policy.step(now_ns, event)))
+    log.close()
+    lines = tell([b"".join(pieces)], 1).lines
+    assert (2, "meanwhile forecast: in 0 s: requests/s 4 (p90 5), tokens/s 900 (p90 1000)") in lines
+    nothing = Forecasted((), (), (), (), ())
+    assert forecast_words(nothing) == "forecast: nothing"
 
 
 def test_a_request_that_is_not_there_is_said_so(played: Path) -> None:

@@ -1,0 +1,356 @@
+"""What a forecast is worth in GPU-hours: ``python -m tests.bench.forecast.worth``.
+
+Two days of a week of real load, and five mornings on which it rises fivefold within five minutes,
+are played under every rule at several settings. Each rule so has a curve of GPU-hours against
+violations (a request that is shed, or whose first token comes after 10 s), and rules are compared
+where their curves have equally many. Forecasters have learned from the days before those that are
+played, and are told a window's count when it is over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tests.bench.forecast.worth_scenes import HORIZONS, WINDOW_S, Perfect, ramp, week, week_day
+from tests.bench.ramp_forecasts import POINTS
+from tests.figures import Figure, write_figures
+from twin.forecasts import dated, write_forecasts
+from twin.scenario.files import parse_scenario
+from twin.scenario.run import Recordings, run_setup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from policy.forecast.contract import Forecaster
+    from tests.bench.forecast.worth_scenes import Scene
+
+DAYS = (5, 6)
+"""Wednesday and Thursday. Settings were chosen on the Tuesday."""
+SEED = 1
+COLD_START_S = 150
+CALM = {
+    "work_permille": 1000,
+    "busy_permille": 1000,
+    "load_memory_ms": 120_000,
+    "trend_least_permille": 100_000,
+    "margin_ms": 60_000,
+    "floor_quantile_permille": 0,
+}
+"""With a forecast the quick loop need not guess where the load goes: it only mends what was not
+foreseen. The same for all forecasters."""
+SPREAD = 4
+"""Decimals of the share of violations that are kept."""
+OUT = Path("build/forecast/worth.json")
+CHART = Path("docs/forecast/worth.svg")
+
+
+class Rule(NamedTuple):
+    """A rule of ``capacity``, and the knob by which it trades GPU-hours for violations."""
+
+    title: str
+    fixed: dict[str, Any]
+    knob: str
+    week: tuple[int, ...]
+    """The knob's values on the week, and (next) on the ramp."""
+    ramp: tuple[int, ...]
+    forecaster: str = ""
+
+
+def _forecast(title: str, week: tuple[int, ...], ramp: tuple[int, ...]) -> Rule:
+    fixed = {"rule": "forecast", **CALM}
+    return Rule(title, fixed, "floor_work_permille", week, ramp, title)
+
+
+RULES = (
+    Rule("HPA", {"rule": "hpa"}, "hpa_target_permille", (500, 600, 700, 850), (150, 250, 400, 600)),
+    Rule("5 s loop", {"rule": "reactive"}, "work_permille", (750, 900, 1000), (500, 700, 900)),
+    _forecast("last value", (500, 650, 800), (300, 500, 800)),
+    _forecast("Kalman", (500, 650, 800), (300, 500, 800)),
+    _forecast("ARIMA(2,1,2)", (500, 650, 800), (300, 500, 800)),
+    _forecast("LSTM forecaster", (500, 600, 700, 850), (300, 500, 700, 900)),
+    _forecast("perfect", (500, 600, 700, 850), (300, 500, 700, 900)),
+)
+HPA, LOOP, OURS, PERFECT = "HPA", "5 s loop", "LSTM forecaster", "perfect"
+LEVELS = {"week": 0.002, "ramp": 0.02}
+"""Share of violations at which rules are compared."""
+
+
+class Point(NamedTuple):
+    """A rule with a setting: what it cost, and what it missed."""
+
+    setting: int
+    gpu_hours: float
+    missed: int
+    offered: int
+
+    @property
+    def share(self) -> float:
+        return self.missed / self.offered
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run."""
+
+    scene: str
+    trace: str
+    lasts_s: int
+    capacity: dict[str, Any]
+    forecasts: str = ""
+
+
+def forecasters() -> dict[str, Callable[[], Forecaster]]:
+    """By name, not yet fitted."""
+    from policy.forecast.baselines import Arima, Kalman, LastValue
+    from policy.forecast.forecaster import LoadForecaster
+
+    return {
+        "last value": partial(LastValue, HORIZONS),
+        "Kalman": partial(Kalman, HORIZONS),
+        "ARIMA(2,1,2)": partial(Arima, HORIZONS),
+        OURS: partial(LoadForecaster, HORIZONS),
+        PERFECT: Perfect,
+    }
+
+
+def play(job: Job) -> tuple[float, int, int]:
+    """(GPU-hours, violations, requests)."""
+    raw: dict[str, Any] = {
+        "schema": 1, "name": "worth", "about": "see the module", "seeds": [SEED],
+        "duration_s": job.lasts_s, "traffic": {"open": [{"trace": job.trace}]},
+        "fleet": [{
+            "profile": "rtx-4090/llama-3.1-8b", "count": 1, "standbys": 24,
+            "cold_start_s": COLD_START_S,
+        }],
+        "policy": {"preset": "stable", "set": {"capacity": job.capacity}},
+        "measure": {"tpot_s": 1000.0},
+    }  # fmt: skip
+    if job.forecasts:
+        raw["events"] = [{"kind": "forecasts", "file": job.forecasts}]
+    folder = Path(job.trace).parent
+    setup = parse_scenario(raw, "worth", folder).runs["base"]
+    with TemporaryDirectory(prefix="twinkeel-") as scratch:
+        recordings = Recordings(Path(scratch))
+        result = run_setup(setup, SEED, run="base", folder=folder, recordings=recordings)
+    served = result.figures["all"]
+    return result.figures["fleet"]["gpu_hours"], served["slo_missed"], served["offered"]
+
+
+def record(
+    folder: Path, scenes: Sequence[Scene], made: dict[str, Callable[[], Forecaster]]
+) -> dict[tuple[str, str], str]:
+    """Fit each forecaster once to what lies before the first scene; record what it says of each.
+
+    Returns:
+        The file, by scene and forecaster.
+    """
+    files = {}
+    for name, make in made.items():
+        fitted = make().fit([scenes[0].history()])
+        for scene in scenes:
+            path = folder / f"{scene.name}-{len(files)}.jsonl"
+            told = dated(fitted, scene.requests, scene.tokens, scene.begin, scene.end, fitted)
+            write_forecasts(path, told)
+            files[scene.name, name] = str(path)
+    return files
+
+
+def jobs_of(
+    scenes: Sequence[Scene], settings: dict[str, tuple[int, ...]], files: dict[tuple[str, str], str]
+) -> dict[tuple[str, int, str], Job]:
+    """All runs, by (rule, setting, scene)."""
+    return {
+        (rule.title, setting, scene.name): Job(
+            scene.name, str(scene.trace), scene.lasts_s, {**rule.fixed, rule.knob: setting},
+            files[scene.name, rule.forecaster] if rule.forecaster else "",
+        )
+        for rule in RULES
+        for setting in settings[rule.title]
+        for scene in scenes
+    }  # fmt: skip
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other one beats in both, by rising GPU-hours."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.gpu_hours, each.missed)):
+        if not kept or point.missed < kept[-1].missed:
+            kept.append(point)
+    return kept
+
+
+def hours_at(points: Sequence[Point], share: float) -> float | None:
+    """GPU-hours at this share of violations, between the two points of the front beside it:
+    straight in the share's logarithm (half a request is added, so that none has one too). None:
+    it lies outside the front."""
+    kept = front(points)
+    if kept and kept[0].share == share:
+        return kept[0].gpu_hours
+    for cheap, dear in pairwise(kept):
+        if dear.share <= share <= cheap.share:
+            top, wanted, low = (
+                math.log(each + 0.5 / cheap.offered) for each in (cheap.share, share, dear.share)
+            )
+            part = (top - wanted) / (top - low)
+            return cheap.gpu_hours + part * (dear.gpu_hours - cheap.gpu_hours)
+    return None
+
+
+def saved_pct(of: float | None, against: float | None) -> float | None:
+    """By how many per cent ``of`` is lower."""
+    return None if of is None or against is None else 100 * (1 - of / against)
+
+
+def closed_pct(of: float | None, start: float | None, end: float | None) -> float | None:
+    """How far ``of`` lies on the way from ``start`` to ``end``; None: there is no way down."""
+    if of is None or start is None or end is None or start <= end:
+        return None
+    return 100 * (start - of) / (start - end)
+
+
+Curves = dict[str, list[Point]]
+
+
+def played(jobs: dict[tuple[str, int, str], Job], told: Callable[[str], None]) -> Curves:
+    """Play all of them on all cores, and put each rule's scenes together."""
+    longest_first = sorted(jobs, key=lambda key: (-jobs[key].lasts_s, key))
+    sums: dict[tuple[str, int], Point] = {}
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        results = pool.map(play, [jobs[key] for key in longest_first])
+        for (title, setting, scene), (gpu_hours, missed, offered) in zip(
+            longest_first, results, strict=True
+        ):
+            told(f"{title} {setting}, {scene}: {gpu_hours:.1f} GPU-hours, {missed} of {offered}")
+            before = sums.get((title, setting), Point(setting, 0.0, 0, 0))
+            sums[title, setting] = Point(
+                setting, before.gpu_hours + gpu_hours, before.missed + missed,
+                before.offered + offered,
+            )  # fmt: skip
+    curves: Curves = {}
+    for (title, _), point in sorted(sums.items()):
+        curves.setdefault(title, []).append(point)
+    return curves
+
+
+def figures_of(curves: dict[str, Curves]) -> list[Figure]:
+    """The figures, of the curves on ``week`` and ``ramp``."""
+    figures = []
+    for load, level in LEVELS.items():
+        at = {title: hours_at(points, level) for title, points in curves[load].items()}
+        prefix = "" if load == "week" else f"{load}_"
+        where = f"{WHAT[load]}, at {level:.1%} violations"
+        saved = saved_pct(at[OURS], at[HPA])
+        closed = closed_pct(at[OURS], at[HPA], at[PERFECT])
+        loop = saved_pct(at[OURS], at[LOOP])
+        figures += [
+            Figure(f"{prefix}gpu_hours_saved_pct", saved, "%", ">= 15",
+                   f"LSTM forecaster against the rule of Kubernetes' autoscaler, {where}"),
+            Figure(f"{prefix}gap_to_perfect_closed_pct", closed, "%", ">= 50",
+                   f"from that rule's GPU-hours to those of one who knows the future, {where}"),
+            Figure(f"{prefix}gpu_hours_saved_against_loop_pct", loop, "%", ">= 0",
+                   f"LSTM forecaster against the loop of 5 s alone, {where}"),
+        ]  # fmt: skip
+    return figures
+
+
+WHAT = {
+    "week": "Wednesday and Thursday of the digitised Azure code week",
+    "ramp": "five mornings with a fivefold rise in five minutes",
+}
+
+
+def measure(traces: Path, told: Callable[[str], None]) -> tuple[list[Figure], dict[str, Any]]:
+    """Play everything.
+
+    Args:
+        traces: the folder of the public traces.
+        told: is told what has been done.
+
+    Returns:
+        The figures, and the curves they are read from.
+    """
+    made = forecasters()
+    jobs: dict[str, dict[tuple[str, int, str], Job]] = {}
+    with TemporaryDirectory(prefix="twinkeel-") as scratch:
+        folder = Path(scratch)
+        whole = week(folder, traces, SEED)
+        days = [week_day(folder, whole, day) for day in DAYS]
+        mornings = [ramp(folder, point) for point in POINTS]
+        for load, scenes in (("week", days), ("ramp", mornings)):
+            files = record(folder, scenes, made)
+            told(f"{load}: forecasts are recorded")
+            settings = {rule.title: getattr(rule, load) for rule in RULES}
+            jobs[load] = jobs_of(scenes, settings, files)
+        curves = {load: played(jobs[load], told) for load in jobs}
+    figures = figures_of(curves)
+    plain = {
+        "curves": {
+            load: {title: [point._asdict() for point in points] for title, points in made.items()}
+            for load, made in curves.items()
+        },
+        "gpu_hours_at": {
+            load: {title: hours_at(points, LEVELS[load]) for title, points in made.items()}
+            for load, made in curves.items()
+        },
+        "violations_at": LEVELS,
+        "window_s": WINDOW_S,
+        "cold_start_s": COLD_START_S,
+    }
+    return figures, plain
+
+
+def draw(plain: dict[str, Any], path: Path) -> None:
+    """GPU-hours against violations, rule by rule."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    mpl.rcParams["svg.hashsalt"] = "worth"
+    sheet, both = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for axes, (load, curves) in zip(both, plain["curves"].items(), strict=True):
+        for rule in RULES:
+            points = [Point(**point) for point in curves[rule.title]]
+            kept = front(points)
+            shares = [100 * max(point.share, 0.5 / point.offered) for point in kept]
+            axes.plot(
+                [point.gpu_hours for point in kept], shares, "o-", label=rule.title, markersize=4
+            )
+        axes.axhline(100 * plain["violations_at"][load], color="0.6", linewidth=0.8, zorder=0)
+        axes.set_yscale("log")
+        axes.set_title(WHAT[load], fontsize=9)
+        axes.set_xlabel("GPU-hours", fontsize=8)
+        axes.set_ylabel("violations, % of requests", fontsize=8)
+        axes.tick_params(labelsize=8)
+    both[0].legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.savefig(path, metadata={"Date": None})
+    plt.close(sheet)
+
+
+def main() -> int:
+    traces = Path(os.environ.get("TWINKEEL_DATA", "../shared")) / "traces"
+    figures, plain = measure(traces, lambda line: print(line, flush=True))
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    write_figures(Path("build/figures/forecast-worth.json"), figures)
+    draw(plain, CHART)
+    for figure in figures:
+        value = "no value" if figure.value is None else f"{figure.value:.1f}"
+        print(f"{figure.name:<40}{value:>10} {figure.unit}  goal {figure.goal}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
