@@ -1,8 +1,7 @@
 """A linear forecaster: least absolute deviations on recent differences, for each series alone.
 
-Such a fit has the median for its aim, as the mean absolute error asks for, and one outlier pulls no
-more than another. It is found by weighted least squares, again and again with weights of one over
-the deviation (Schlossmacher, 1973).
+Such a fit has the median for its aim, as the mean absolute error asks for. It is found by weighted
+least squares, again and again with weights of one over the deviation (Schlossmacher, 1973).
 """
 
 from __future__ import annotations
