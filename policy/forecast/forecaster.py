@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from sklearn.base import BaseEstimator
@@ -33,6 +33,7 @@ REPLAYED = 600
 """Windows before the first forecast over which weights and bands are learned."""
 DAYS_KEPT = 29
 """Of what was seen, the last four weeks and today are looked at."""
+Model = TypeVar("Model", Lstm, Boosting)
 MEMBERS = ("lstm", "boosting", "regression", "last")
 
 
@@ -56,10 +57,10 @@ class LoadForecaster(BaseEstimator):  # type: ignore[misc]
     def fit(self, series: Sequence[Series]) -> Self:
         lstm = Lstm(self.horizons, members=self.members, epochs=self.epochs, seed=self.seed)
         boosting = Boosting(self.horizons, seed=self.seed)
-        # Two models this small gain nothing from more threads, but from being trained side by side.
-        with threadpool_limits(1), ThreadPoolExecutor(2) as threads:
-            trained = [threads.submit(model.fit, series) for model in (lstm, boosting)]
-            self.lstm_, self.boosting_ = trained[0].result(), trained[1].result()
+        with ThreadPoolExecutor(2) as threads:
+            one = threads.submit(_fitted_alone, lstm, series)
+            other = threads.submit(_fitted_alone, boosting, series)
+            self.lstm_, self.boosting_ = one.result(), other.result()
         self.regression_ = Regression(self.horizons).fit(series)
         return self
 
@@ -142,6 +143,13 @@ class LoadForecaster(BaseEstimator):  # type: ignore[misc]
         if rest:
             raise ValueError(f"there is no place for the array {min(rest)!r}")
         return made
+
+
+def _fitted_alone(model: Model, series: Sequence[Series]) -> Model:
+    """In one thread: models this small gain nothing from more, which wait for each other in a spin
+    where the machine has other work. (How many there are is set for each thread.)"""
+    with threadpool_limits(1):
+        return model.fit(series)
 
 
 FOREST = tuple(Forest.__dataclass_fields__)

@@ -1,7 +1,8 @@
 """How well the forecaster predicts, and what that is worth: ``make forecast-bench``.
 
 Seven series, three rolling-origin splits; every score is a share of the last value's. Writes
-``build/figures/forecast-bench.json`` and the table of all series to ``build/forecast/``.
+``build/figures/forecast-bench.json``, the table of all series and the curves to
+``build/forecast/``, and a chart for docs/forecast.md.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from tests.bench.forecast.scoring import Scored
 
 FIGURES = Path("build/figures/forecast-bench.json")
-TABLE = Path("build/forecast/series.md")
+FOLDER = Path("build/forecast")
 HORIZONS = (1, 2, 3, 4, 6, 8, 12)
 SPLITS = ((0.55, 0.70), (0.70, 0.85), (0.85, 1.0))
 """Shares of a series: fitted to what is before the first, tested up to the second."""
@@ -212,48 +213,62 @@ def markdown(scores: Scores, loads: Sequence[Load]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--scores", action="store_true", help="leave out what it is worth")
-    only_scores = parser.parse_args(argv).scores
-    if not os.environ.get("TWINKEEL_DATA"):
-        parser.error("set TWINKEEL_DATA to the directory that holds traces/")
-    traces = Path(os.environ["TWINKEEL_DATA"]) / "traces"
+def score_all(traces: Path) -> list[Figure]:
+    """The part ``scores``; the table of all series is written beside."""
     loads = all_loads(traces)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # statsmodels', of fits that end early
         scores, train_s, forecaster = measure(loads)
-    infer_ms = step_ms(forecaster, loads[0])
-    found = figures(scores, loads, train_s, infer_ms)
-    TABLE.parent.mkdir(parents=True, exist_ok=True)
-    TABLE.write_text(markdown(scores, loads), encoding="utf-8")
-    print(TABLE.read_text(encoding="utf-8"))
-    if not only_scores:
-        more, series = worth.measure(traces, _say)
-        found += more
-        worth_file: Path = TABLE.with_name("worth.json")
-        worth_file.write_text(json.dumps(_plain(series)), encoding="utf-8")
+    found = figures(scores, loads, train_s, step_ms(forecaster, loads[0]))
+    table = markdown(scores, loads)
+    (FOLDER / "series.md").write_text(table, encoding="utf-8")
+    print(table)
+    return found
+
+
+def play_all(traces: Path) -> list[Figure]:
+    """The part ``worth``; the curves are written and drawn beside."""
+    found, curves = worth.measure(traces, _say)
+    (FOLDER / "worth.json").write_text(json.dumps(curves, indent=1), encoding="utf-8")
+    worth.draw(curves, worth.CHART)
+    return found
+
+
+PARTS = {"scores": score_all, "worth": play_all}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "parts", nargs="*", default=[*PARTS], help="scores, worth; what the other said is kept"
+    )
+    parts = parser.parse_args(argv).parts
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    if not os.environ.get("TWINKEEL_DATA"):
+        parser.error("set TWINKEEL_DATA to the directory that holds traces/")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        found = PARTS[part](Path(os.environ["TWINKEEL_DATA"]) / "traces")
+        write_figures(FOLDER / f"{part}.figures.json", found)
+    every = [figure for part in PARTS for figure in kept_figures(FOLDER / f"{part}.figures.json")]
     table = Table("figure", "value", "goal", "", "how")
-    for figure in found:
-        kept = "holds" if figure.holds else "MISSED"
-        table.add_row(
-            figure.name, f"{figure.value:.4g} {figure.unit}", figure.goal, kept, figure.how
-        )
+    for figure in every:
+        value = "" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
+        kept = "holds" if figure.holds else "not measured" if figure.value is None else "MISSED"
+        table.add_row(figure.name, value, figure.goal, kept, figure.how)
     Console(width=150).print(table)
-    write_figures(FIGURES if not only_scores else TABLE.with_name("scores.json"), found)
-    if only_scores:
-        return 0
-    print("\n".join(require(found, REQUIRED)) or "all figures hold")
-    return int(bool(set(REQUIRED) - {figure.name for figure in found}))
+    write_figures(FIGURES, every)
+    print("\n".join(require(every, REQUIRED)) or "all figures hold")
+    return int(bool(set(REQUIRED) - {figure.name for figure in every}))
 
 
-def _plain(value: Any) -> Any:
-    """As JSON takes it."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(each) for each in value]
-    return value.item() if isinstance(value, np.generic) else value
+def kept_figures(path: Path) -> list[Figure]:
+    """What a part said when it was last run; none, if it never was."""
+    if not path.is_file():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return [Figure(**{key: row[key] for key in Figure.__dataclass_fields__}) for row in rows]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 
+from policy.forecast import Rates, Seasonal
 from policy.forecast.contract import QUANTILES, check_origins
 from policy.forecast.series import DAY_S, Series
 from tests.bench.forecast.loads import FRIDAY, azure_week
@@ -33,7 +34,7 @@ HORIZONS = (1, 2, 3)
 """The last one's end is a cold start, a margin and a window ahead."""
 WEEK_RPS = 0.5
 """Of the week on average; the service had 28."""
-USUAL = DayShape(night_rps=0.35, day_rps=1.75, rise_takes_s=300.0, tokens_per_request=24_025.0)
+USUAL = DayShape(night_rps=0.35, day_rps=1.75, rise_takes_s=300.0, tokens_per_request=20_000.0)
 """The days of the scenario forecast-ramp with half its requests, which are heavier here."""
 DAYS = 7
 
@@ -73,6 +74,27 @@ class Perfect:
         ahead = origins[:, None] + np.asarray(self.horizons)
         truth = values[np.minimum(ahead, len(values) - 1)]
         return np.repeat(truth[:, :, None], len(QUANTILES), axis=2)
+
+
+class DayShapes:
+    """``policy.forecast.Seasonal``: today goes on like some earlier day, shifted and scaled."""
+
+    horizons = HORIZONS
+
+    def fit(self, series: Sequence[Series]) -> DayShapes:
+        return self
+
+    def predict(self, series: Series, origins: Ints, target: Target = "mean") -> Array:
+        check_origins(series, origins)
+        values = series.of(target)
+        middles_s = [round((horizon - 0.5) * WINDOW_S) for horizon in self.horizons]
+        rows = []
+        for origin in origins.tolist():
+            seen = Rates(WINDOW_S, values[: origin + 1], values[: origin + 1])
+            found = Seasonal().fit(seen).predict(middles_s)
+            median, upper = np.array(found.requests_p50), np.array(found.requests_p90)
+            rows.append(np.stack([median, median, upper, upper], axis=1) / 1000)
+        return np.stack(rows)
 
 
 def week(folder: Path, traces: Path, seed: int) -> tuple[Path, Series]:
@@ -132,7 +154,7 @@ def _write(path: Path, rps: float, curve: Sequence[tuple[float, float]], s: int,
         "model": "llama-3.1-8b",
         "endpoint": "chat",
         "arrivals": {"law": "poisson", "rate_rps": rps, "curve": curve},
-        "prompt_tokens": {"lognormal": {"mean": 24000, "sigma": 0.3}, "low": 6000, "high": 38000},
+        "prompt_tokens": {"lognormal": {"mean": 20000, "sigma": 0.3}, "low": 5000, "high": 30000},
         "output_tokens": {"lognormal": {"mean": 25, "sigma": 0.6}, "low": 2, "high": 200},
         "max_output_tokens": 200,
     }
