@@ -11,14 +11,32 @@ import pytest
 
 from policy.forecast.baselines import LastValue
 from policy.forecast.contract import MEDIAN
+from policy.forecast.series import Series
 from tests.bench.forecast.worth import (
-    HPA, LEVELS, LOOP, OURS, PERFECT, RULES, STEADY, WARM_UP_S, Job, Point, closed_pct, figures_of,
-    front, hours_at, jobs_of, play, record, saved_pct,
-)  # fmt: skip
+    HPA,
+    LEVELS,
+    LOOP,
+    OURS,
+    PERFECT,
+    RULES,
+    STEADY,
+    WARM_UP_S,
+    Job,
+    Point,
+    closed_pct,
+    figures_of,
+    front,
+    hours_at,
+    jobs_of,
+    play,
+    record,
+    saved_pct,
+)
 from tests.bench.forecast.worth_scenes import HORIZONS, WINDOW_S, DayShapes, Perfect, ramp
 from twin.forecasts import read_forecasts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.bench.forecast.worth_scenes import Scene
@@ -116,24 +134,22 @@ def test_forecasters_are_not_shown_what_comes(morning: Scene, make: type[DayShap
 
 
 def test_the_perfect_one_is() -> None:
-    from policy.forecast.series import Series
-
     series = Series(WINDOW_S, np.arange(10.0))
     found = Perfect().predict(series, np.array([2, 8]))
     assert found[:, :, MEDIAN].tolist() == [[3, 4, 5], [9, 9, 9]]
 
 
 def test_forecasters_learn_from_what_lies_before_the_run(morning: Scene, tmp_path: Path) -> None:
+    learned: list[Series] = []
+
     class Learner(Perfect):
-        def fit(self, series: object) -> Learner:
-            (self.seen_,) = series  # type: ignore[misc, call-overload]
-            learned.append(self.seen_)
+        def fit(self, series: Sequence[Series]) -> Learner:
+            learned.extend(series)
             return self
 
-    learned: list[object] = []
     files = record(tmp_path, [morning], {"one": Learner})
     (seen,) = learned
-    assert len(seen) == morning.begin  # type: ignore[arg-type]
+    assert len(seen) == morning.begin
     told = read_forecasts(tmp_path / files[morning.name, "one"])
     assert [dated.at_ns for dated in told] == [place * 300 * 10**9 for place in range(24)]
 
