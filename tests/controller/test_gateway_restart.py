@@ -73,6 +73,9 @@ def test_killed_under_load_it_comes_back_as_it_was(
     assert sum(twin.state()["requests"] for twin in twins) == before
     (fine,) = asyncio.run(ask_all(again.url, [chat(MODEL, "!", 4)]))
     assert fine.good
+    trace = again.data / "trace"
+    # A stop leaves what is still being merged to the next start.
+    eventually("the first run's trace is made", lambda: any(trace.glob("trace-*.parquet")), 20.0)
     again.stop()
     records = again.records()
     assert sum(isinstance(record.event, Restored) for record in records) == 1
@@ -81,7 +84,7 @@ def test_killed_under_load_it_comes_back_as_it_was(
     settled = [request.settled for request in story.requests.values()]
     assert all(len(each) == 1 for each in settled)
     assert sum(each[0].why == "controller_lost" for each in settled) == 6
-    traces = sorted((again.data / "trace").glob("trace-*.parquet"))
+    traces = sorted(trace.glob("trace-*.parquet"))
     recorded = [pq.read_table(path)["request_id"].to_pylist() for path in traces]
     assert len(recorded) == 2
     assert sorted(each for ids in recorded for each in ids) == sorted(story.requests)
