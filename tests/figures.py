@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -49,6 +52,16 @@ def write_figures(path: Path, figures: Sequence[Figure]) -> None:
     rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"figures": rows}, indent=2) + "\n", encoding="utf-8")
+
+
+def show(figures: Iterable[Figure]) -> None:
+    """Print them as a table."""
+    table = Table("figure", "value", "goal", "", "how")
+    for figure in figures:
+        value = "" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
+        kept = "holds" if figure.holds else "not measured" if figure.value is None else "MISSED"
+        table.add_row(figure.name, value, figure.goal, kept, figure.how)
+    Console(width=160).print(table)
 
 
 def require(figures: Iterable[Figure], names: Iterable[str]) -> list[str]:

@@ -13,14 +13,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from tests.bench.fidelity import cpu, rows, stack
 from tests.bench.fidelity.h100 import h100
 from tests.bench.fidelity.plugin import plugin_overhead_pct
 from tests.bench.fidelity.rtx4090 import rtx4090
-from tests.figures import Figure, require, write_figures
+from tests.figures import Figure, require, show, write_figures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,12 +72,7 @@ def main(argv: Sequence[str]) -> int:
         write_figures(SERIES / f"{part}.figures.json", found)
         if series:
             (SERIES / f"{part}.json").write_text(json.dumps(series), encoding="utf-8")
-    table = Table("figure", "value", "goal", "", "how")
-    for figure in figures:
-        value = "" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
-        kept = "holds" if figure.holds else "not measured" if figure.value is None else "MISSED"
-        table.add_row(figure.name, value, figure.goal, kept, figure.how)
-    Console(width=160).print(table)
+    show(figures)
     if set(parts) != set(PARTS):
         return 0
     write_figures(FIGURES, figures)

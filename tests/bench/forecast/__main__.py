@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from policy.forecast.baselines import Arima, DampedHolt, Kalman, LastValue, SeasonalNaive
 from policy.forecast.forecaster import LoadForecaster, Online
@@ -26,7 +24,7 @@ from policy.forecast.series import TARGETS
 from tests.bench.forecast import worth
 from tests.bench.forecast.loads import all_loads
 from tests.bench.forecast.scoring import calibrated, coverage, mean_ratio, pooled, score
-from tests.figures import Figure, require, write_figures
+from tests.figures import Figure, require, show, write_figures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -252,12 +250,7 @@ def main(argv: Sequence[str]) -> int:
         found = PARTS[part](Path(os.environ["TWINKEEL_DATA"]) / "traces")
         write_figures(FOLDER / f"{part}.figures.json", found)
     every = [figure for part in PARTS for figure in kept_figures(FOLDER / f"{part}.figures.json")]
-    table = Table("figure", "value", "goal", "", "how")
-    for figure in every:
-        value = "" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
-        kept = "holds" if figure.holds else "not measured" if figure.value is None else "MISSED"
-        table.add_row(figure.name, value, figure.goal, kept, figure.how)
-    Console(width=150).print(table)
+    show(every)
     write_figures(FIGURES, every)
     print("\n".join(require(every, REQUIRED)) or "all figures hold")
     return int(bool(set(REQUIRED) - {figure.name for figure in every}))

@@ -363,7 +363,7 @@ def main() -> int:
     figures, plain = measure(traces, lambda line: print(line, flush=True))
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    write_figures(Path("build/figures/forecast-worth.json"), figures)
+    write_figures(OUT.with_name("worth.figures.json"), figures)
     draw(plain, CHART)
     for figure in figures:
         value = "no value" if figure.value is None else f"{figure.value:.1f}"
