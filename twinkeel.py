@@ -10,12 +10,16 @@ import click
 
 from controller.calibration import cli as calibration
 from controller.cli import BadInput, keys, plain_errors, serve, status
+from controller.deployment import cli as deployment
 from traces.cli import trace
 from twin.cli import completion, policy, replay_command
 from twin.forecast_cli import forecast
 from twin.log_cli import audit, explain
+from twin.plan.cli import plan
 from twin.scenario_cli import scenario
 from twin.serve.cli import twin
+from twin.tune.cli import tune_command
+from twin.validate.cli import evidence_group, validate_command
 
 HELP = """Twinkeel: a digital twin and live controller that keep LLM serving stable.
 
@@ -29,6 +33,10 @@ Start here:
   twinkeel trace import mylog.csv --map map.yaml -o my.parquet bring your own traffic
   twinkeel policy show --defaults                              see every parameter
   twinkeel forecast train week.parquet --out forecaster        a forecaster of your load
+  twinkeel plan --trace week.parquet --slo slo.yaml            how many GPUs it takes
+  twinkeel tune space.yaml --trace week.parquet                better thresholds, confirmed
+  twinkeel validate tuned.yaml --against stable --trace week.parquet   evidence for it
+  twinkeel deploy tuned.yaml --evidence build/evidence.json    to live traffic, and back if it harms
   twinkeel twin serve --profile h100-sxm/qwen3-8b --port 8000  a simulated vLLM over HTTP
   twinkeel serve --upstream http://127.0.0.1:8000              the controller in front of it
   twinkeel calibrate --engine http://127.0.0.1:8000 --out p.yaml   a profile of a real server
@@ -138,6 +146,11 @@ main.add_command(calibrate)
 main.add_command(trace)
 main.add_command(policy)
 main.add_command(scenario)
+main.add_command(plan)
+main.add_command(tune_command)
+main.add_command(validate_command)
+main.add_command(evidence_group)
+main.add_command(deployment.deploy)
 main.add_command(forecast)
 main.add_command(twin)
 main.add_command(serve)
@@ -146,6 +159,8 @@ main.add_command(keys)
 main.add_command(audit)
 main.add_command(explain)
 main.add_command(completion)
+for live in (deployment.history, deployment.diff, deployment.rollback, deployment.status):
+    policy.add_command(live)
 
 if __name__ == "__main__":
     main()

@@ -56,9 +56,9 @@ class Call:
         "aborted", "arrived_ns", "asked", "attempt", "body", "cached_tokens", "committed",
         "contradiction", "dispatched_ns", "done", "engine", "entered_ns", "events_sent",
         "finish_reason", "first_ns", "gateway_ns", "kept", "last_ns", "last_sent_ns", "name",
-        "network_ns", "output_tokens", "own", "prompt_tokens", "read_ns", "replica", "request",
-        "response", "second", "sent_ns", "served_status", "settled", "settled_ns", "span", "tail",
-        "tier", "tries", "web",
+        "network_ns", "output_tokens", "own", "policy", "prompt_tokens", "read_ns", "replica",
+        "request", "response", "second", "sent_ns", "served_status", "settled", "settled_ns",
+        "span", "tail", "tier", "tries", "web",
     )  # fmt: skip
 
     def __init__(self, asked: Asked, name: str, entered_ns: int, request: web.BaseRequest) -> None:
@@ -92,10 +92,11 @@ class Call:
         came; else the usual time of these, or of an empty request."""
         self.replica = -1
         self.tier = ""
+        self.policy = ""
+        """Hash of the policy that sent its present try, in short; empty: none did."""
         self.tries = 0
         self.prompt_tokens = -1
-        self.cached_tokens = 0
-        self.output_tokens = 0
+        self.cached_tokens = self.output_tokens = 0
         self.engine: EngineTimes | None = None
         self.finish_reason = ""
         self.contradiction = False

@@ -152,7 +152,7 @@ def _check_whole(settings: Settings, where: str) -> None:
     urls: set[str] = set()
     for index, upstream in enumerate(settings.upstreams):
         key = f"upstreams[{index}].url"
-        _check_url(upstream.url, where, key, path=False)
+        check_url(upstream.url, where, key, path=False)
         url = upstream.url.rstrip("/")
         if url in urls:
             raise FileError(where, f"{url} stands twice", key=key)
@@ -161,7 +161,7 @@ def _check_whole(settings: Settings, where: str) -> None:
             load_profile(upstream.profile)
     for key in ("otlp", "webhook"):
         if getattr(settings, key):
-            _check_url(getattr(settings, key), where, key, path=True)
+            check_url(getattr(settings, key), where, key, path=True)
     if settings.admin_token:
         from controller.admin.token import checked
 
@@ -181,7 +181,7 @@ def _check_whole(settings: Settings, where: str) -> None:
             raise FileError(where, f"is {value}, below {bound}", key=f"limits.{name}", value=value)
 
 
-def _check_url(url: str, where: str, key: str, path: bool) -> None:
+def check_url(url: str, where: str, key: str, path: bool) -> None:
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -508,9 +508,9 @@ def status(
 ) -> None:
     """Show what a running controller does: replicas, tiers, breakers, hops, outcomes, alerts."""
     with plain_errors():
-        admin = admin or _admin_url(data)
-        _check_url(admin, "--admin", "URL", path=False)
-        token = _token_for(token_file, data)
+        admin = admin or admin_url(data)
+        check_url(admin, "--admin", "URL", path=False)
+        token = token_for(token_file, data)
         while True:
             body = fetch(admin, "/status", token)
             if as_json:
@@ -537,7 +537,7 @@ def show(current: Status) -> None:
         console.print(table)
 
 
-def _admin_url(data: Path) -> str:
+def admin_url(data: Path) -> str:
     """Where a controller with this data folder listens, or usually does."""
     from controller.admin.token import ADDRESS_FILE
 
@@ -547,7 +547,7 @@ def _admin_url(data: Path) -> str:
         return ADMIN_URL
 
 
-def _token_for(file: Path | None, data: Path) -> str:
+def token_for(file: Path | None, data: Path) -> str:
     from controller.admin.token import FILE
 
     given = _token_of(file)

@@ -297,15 +297,15 @@ def _run(upstreams: list[str], load: Load, folder: Path, stack: contextlib.ExitS
     gate.start()
     admin = admin_url(folder)
     token = (folder / "data" / "admin.token").read_text(encoding="utf-8").strip()
-    _until_up(admin, token, len(upstreams), START_S)
+    until_up(admin, token, len(upstreams), START_S)
     asks = planned(load)
     click.echo(
         f"{len(asks)} requests in {load.seconds:.0f} s through {gate.url} to {len(upstreams)}"
         " servers" + (f"; {servers[0].url} is killed, and comes back" if faults else "")
     )
     told = asyncio.run(send(gate.url, asks, faults))
-    back = _until_up(admin, token, len(upstreams), BACK_S)
-    status = _status(admin, token)
+    back = until_up(admin, token, len(upstreams), BACK_S)
+    status = status_at(admin, token)
     code = gate.stop()
     show(status)
     _print_tiers(told, status)
@@ -318,16 +318,16 @@ def _run(upstreams: list[str], load: Load, folder: Path, stack: contextlib.ExitS
     return 1 if wrong else 0
 
 
-def _status(admin: str, token: str) -> Status:
+def status_at(admin: str, token: str) -> Status:
     return msgspec.json.decode(fetch(admin, "/status", token), type=Status)
 
 
-def _until_up(admin: str, token: str, count: int, timeout_s: float) -> bool:
+def until_up(admin: str, token: str, count: int, timeout_s: float) -> bool:
     """Whether ``count`` servers take requests in time. One that is probing does: it is back in
     rotation after the next requests, which may not come any more."""
     deadline = time.monotonic() + timeout_s
     while True:
-        status = _status(admin, token)
+        status = status_at(admin, token)
         if sum(row.up and row.rotation in ("in", "probing") for row in status.replicas) >= count:
             return True
         if time.monotonic() > deadline:

@@ -9,13 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from controller.gateway.streams import Streams
 from controller.listener import Listener
 from controller.upstream.client import Client
 from policy.decisions import Abort, Alert, Dispatch, Refused, Settled
-from policy.events import Arrived, Cancelled, Failed, PolicySwitched, ReplicaDown
+from policy.events import (
+    Arrived,
+    CanaryEnded,
+    CanaryStarted,
+    Cancelled,
+    Failed,
+    PolicySwitched,
+    ReplicaDown,
+)
 from policy.parameters import canonical
 from policy.runner import Runner
 
@@ -107,6 +115,10 @@ class Driver:
         """Requests whose caller has not been told everything yet."""
         self.refused = 0
         """Events that the policy found illegal: always 0 unless there is a fault in the code."""
+        self.refusal = ""
+        """What it said of the last of them."""
+        self.candidate: Parameters | None = None
+        """What serves a share of the callers, while a canary goes on."""
         self.suspect: Callable[[Replica], object] = lambda replica: None
         self._offered: Call | None = None
         """The request that the policy is being told of."""
@@ -254,6 +266,36 @@ class Driver:
         self.parameters = parameters
         self._say("switched", parameters)
 
+    def canary(self, parameters: Parameters, share_permille: int, salt: int) -> None:
+        """``parameters`` serve a share of the callers from now on, or another share than before.
+
+        Raises:
+            ValueError: the policy does not take it; what went on before goes on.
+        """
+        self._asked(
+            CanaryStarted(canonical(self.parameters), canonical(parameters), share_permille, salt),
+            f"the canary of {parameters.name} with {share_permille} per mille",
+        )
+        self.candidate = parameters
+
+    def end_canary(self, keep: Literal["old", "new"]) -> None:
+        """The policy that is kept serves everyone from now on.
+
+        Raises:
+            ValueError: there is no canary.
+        """
+        self._asked(CanaryEnded(keep), "the end of the canary")
+        candidate, self.candidate = self.candidate, None
+        if keep == "new" and candidate is not None:
+            self.parameters = candidate
+            self._say("switched", candidate)
+
+    def _asked(self, event: Event, what: str) -> None:
+        refused = self.refused
+        self.feed(event)
+        if self.refused != refused:
+            raise ValueError(f"the policy refused {what}: {self.refusal}")
+
     def snapshot(self) -> bytes:
         return self.policy.snapshot()
 
@@ -349,6 +391,7 @@ class Driver:
         else:
             if isinstance(decision, Refused):
                 self.refused += 1
+                self.refusal = decision.why
             if self._errands is not None:
                 self._errands.run(decision)
             self._say("decided", decision)

@@ -8,6 +8,10 @@ how long a request would have waited is all that is new.
 
 Of a failure on a replica that the shadow did not choose nothing can be said, so it is told as a
 cancellation, which is neutral everywhere. The same goes for a retry: its answer never comes.
+
+Beside a policy that rules already, the shadow begins in mid-flight: with that policy's state, as
+after a switch. It knows what is open and where, and what only the ruling policy's errands would
+bring is answered neutrally.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import msgspec
 
 from controller.listener import Listener
 from controller.store.log import LiveLog
-from policy.compose import build_policy
+from policy.compose import build_policy, restore
 from policy.decisions import (
     Abort,
     BreakerMoved,
@@ -36,6 +40,8 @@ from policy.decisions import (
 )
 from policy.events import (
     Arrived,
+    CanaryEnded,
+    CanaryStarted,
     Cancelled,
     CheckpointFailed,
     CheckpointSaved,
@@ -50,7 +56,9 @@ from policy.events import (
     Verified,
     Warmed,
 )
+from policy.facts import LOOKING, SAVING, VERIFYING
 from policy.outcomes import CALLERS_FAULT
+from policy.parameters import canonical
 from policy.runner import Runner
 
 if TYPE_CHECKING:
@@ -60,7 +68,9 @@ if TYPE_CHECKING:
     from controller.call import Call
     from policy.decisions import Decision
     from policy.events import Event
+    from policy.facts import Open
     from policy.parameters import Parameters
+    from policy.service import Service
 
 TIMES_MOST = 10_000
 """Queue times kept for the quantiles: the last ones."""
@@ -70,6 +80,7 @@ _OUTCOMES = ("answered", "degraded", "shed", "failed", "cancelled", "unknown")
 _TOLD_WHY = frozenset({"degraded", "shed", "failed"})
 _LIVE_ONLY = (
     Ticked, Verified, CheckpointSaved, CheckpointFailed, LookedUp, Progress, Warmed, PolicySwitched,
+    CanaryStarted, CanaryEnded,
 )  # fmt: skip
 """Answers to what the live policy asked for, and what concerns it alone."""
 
@@ -108,6 +119,7 @@ class Shadow(Listener):
         schedule: ``schedule(at_ns, call)`` calls back at that time of the clock, once; calls that
             were scheduled before may still come.
         on_trouble: told in plain words when its log has a gap, or it is switched off.
+        beside: the policy that rules, between two events; None: nothing is known yet.
     """
 
     def __init__(
@@ -117,9 +129,13 @@ class Shadow(Listener):
         clock_ns: Callable[[], int],
         schedule: Callable[[int, Callable[[], None]], object],
         on_trouble: Callable[[str], object],
+        beside: Service | None = None,
         **log: Any,
     ) -> None:
-        self.policy = build_policy(parameters)
+        if beside is None:
+            self.policy = build_policy(parameters)
+        else:
+            self.policy = restore(beside.parameters, beside.snapshot())
         self.off = ""
         """Why it is switched off; empty: it is not."""
         self.refused = 0
@@ -128,8 +144,9 @@ class Shadow(Listener):
         self._schedule = schedule
         self._on_trouble = on_trouble
         self._now_ns = clock_ns()
+        begun_as = parameters if beside is None else beside.parameters
         self._log = LiveLog(
-            folder, self.policy, parameters, self._now_ns, on_trouble=on_trouble, **log
+            folder, self.policy, begun_as, self._now_ns, on_trouble=on_trouble, **log
         )
         self._runner = Runner(self.policy, lambda: self._now_ns, self._apply, self._arm, self._log)
         self._open: dict[int, _Seen] = {}
@@ -143,6 +160,9 @@ class Shadow(Listener):
         self._arrived = 0
         self._compared = 0
         self._agreed = 0
+        if beside is not None:
+            switched = PolicySwitched(canonical(beside.parameters), canonical(parameters))
+            self._safely(lambda: self._take_over(beside, switched))
 
     # What the driver calls
 
@@ -163,8 +183,15 @@ class Shadow(Listener):
         self._safely(self._log.flush)
 
     def close(self) -> None:
-        if not self.off:
-            self._log.close()
+        self.end()()
+
+    def end(self) -> Callable[[], None]:
+        """It decides no more. What is returned writes the rest of its log, which may have to wait
+        for the disk."""
+        if self.off:
+            return lambda: None
+        self.off = "it was ended"
+        return self._log.close
 
     def report(self) -> dict[str, int]:
         """What it would have done so far, by what and how often."""
@@ -220,6 +247,23 @@ class Shadow(Listener):
         elif isinstance(event, ReplicaUp):
             self._versions[event.replica] = event.version
         self._runner.feed(event)
+
+    def _take_over(self, beside: Service, switched: PolicySwitched) -> None:
+        """Go on from the state of the policy that rules."""
+        facts = beside.facts
+        for request, opened in facts.open.items():
+            seen = self._open[request] = _Seen(opened.arrived_ns)
+            seen.replica = seen.really = opened.replica
+            seen.compared = opened.replica >= 0  # where it is was not chosen here
+        self._versions = {number: each.spec.version for number, each in facts.replicas.items()}
+        awaited = [_answer(opened) for opened in facts.open.values()]
+        ready = [number for number, each in facts.replicas.items() if each.ready]
+        self._runner.feed(switched)
+        for answer in awaited:
+            if answer is not None:
+                self._runner.feed(answer)
+        for replica in ready:
+            self._runner.feed(Warmed(replica, self._versions[replica]))
 
     def _happened(self, event: FirstToken | Finished | Failed) -> None:
         seen = self._open.get(event.request)
@@ -325,6 +369,16 @@ class Shadow(Listener):
         with suppress(Exception):  # nothing is left that could be done
             self._on_trouble(f"the shadow policy is switched off, serving goes on: {self.off}")
             self._log.close()
+
+
+def _answer(opened: Open) -> Verified | LookedUp | CheckpointSaved | None:
+    """What the ruling policy waits for beside the servers, and its errands will tell it alone."""
+    request = opened.event.request
+    if opened.stage == VERIFYING:
+        return Verified(request, opened.replica, "match")
+    if opened.stage == LOOKING:
+        return LookedUp(request, found=False)
+    return CheckpointSaved(request, f"shadow-{request}") if opened.stage == SAVING else None
 
 
 def _quantile_ns(ordered_ns: list[int], percent: int) -> int:

@@ -11,13 +11,15 @@ import signal
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from controller import http
 from controller.admin import Sources, Stats, load_token, make_app
-from controller.admin.status import policy_hash
 from controller.admin.token import ADDRESS_FILE
 from controller.beginning import begin, go_on
+from controller.deployment.manager import INTERRUPTED, Deployments, Tee
+from controller.deployment.papers import KEY_FILE, KEY_VARIABLE, load_key
 from controller.driver import FLUSH_S, Driver
 from controller.errands import Errands
 from controller.forecasting import LOOK_S, Forecasting, kept_windows, load_model
@@ -29,6 +31,7 @@ from controller.observe import Shadow
 from controller.openapi import published
 from controller.reading import Reader
 from controller.store.database import Database
+from controller.store.deployments import end_interrupted
 from controller.store.folder import alone_in
 from controller.store.log import LiveLog
 from controller.store.recorder import Recorder
@@ -44,11 +47,11 @@ from policy.breakers import Breakers
 from policy.decisions import BreakerMoved
 from policy.events import ReplicaUp
 from policy.files import FileError
+from policy.parameters import policy_hash
 from policy.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from controller.accepting import Acceptor
     from controller.beginning import Beginning
@@ -166,15 +169,21 @@ async def _start(
     token = load_token(settings)
     keys = load_keys(settings.keys) if settings.keys else None
     model = load_model(settings.forecast) if settings.forecast else None
+    deploy_key = load_key(Path(os.environ.get(KEY_VARIABLE) or data / KEY_FILE))
     database = Database(data / "controller.sqlite")
     stack.callback(database.close)
+    interrupted = await database.run(lambda db: end_interrupted(db, time.time(), INTERRUPTED))
     beginning = await begin(settings, database)
-    driver, ears = await _driver(settings, beginning, database, model, stack)
+    driver, tee, ears = await _driver(settings, beginning, database, model, stack)
+    deployments = Deployments(settings, driver, tee, database, deploy_key)
+    driver.listen(deployments)
+    stack.push_async_callback(deployments.close)
     running = Running(settings, driver, token)
     if settings.observe:
         running.shadow = beginning.wanted
     await _tell_breakers(beginning, database, ears)
     go_on(beginning, driver, settings)
+    deployments.tell_interrupted(interrupted)
 
     answers = Answers()
     look = _servers(settings, driver, database, answers, stack)
@@ -191,8 +200,8 @@ async def _start(
     gateway.guard(runner)
     running.url = f"http://{settings.host}:{door.port}"
     sources = Sources(
-        settings, driver, ears.stats, token, ears.metrics.render, database, running.why_not_ready,
-        running.stop, ears.reader.waiting, ears.observed, running.shadow,
+        settings, driver, ears.stats, token, ears.metrics.render, database, deployments,
+        running.why_not_ready, running.stop, ears.reader.waiting, ears.observed, running.shadow,
     )  # fmt: skip
     with _naming("admin-port", settings.admin_host, settings.admin_port):
         admin, admin_door = await http.listen_app(
@@ -227,7 +236,7 @@ async def _driver(
     database: Database,
     model: Model | None,
     stack: contextlib.AsyncExitStack,
-) -> tuple[Driver, _Hearers]:
+) -> tuple[Driver, Tee, _Hearers]:
     data, clock, parameters = settings.data_path, beginning.clock, beginning.parameters
     log = LiveLog(
         data / "log", beginning.policy, parameters, clock(),
@@ -246,8 +255,9 @@ async def _driver(
     await webhook.start()
     stack.push_async_callback(webhook.close)
     stats = Stats()
+    tee = Tee(log)
     driver = Driver(
-        settings, beginning.policy, parameters, log, replicas, clock,
+        settings, beginning.policy, parameters, tee, replicas, clock,
         [stats, spans, webhook, _BreakerKeeper(database)], spans.traceparent,
         beginning.next_request,
     )  # fmt: skip
@@ -280,7 +290,7 @@ async def _driver(
         driver.every(FLUSH_S, shadow.flush)
         driver.listen(shadow)
         ears.observed = reader.observed = shadow.report
-    return driver, ears
+    return driver, tee, ears
 
 
 async def _forecasting(

@@ -29,6 +29,8 @@ from policy.decisions import (
 )
 from policy.events import (
     Arrived,
+    CanaryEnded,
+    CanaryStarted,
     Cancelled,
     CheckpointFailed,
     CheckpointSaved,
@@ -64,6 +66,8 @@ __all__ = [
     "Alert",
     "Arrived",
     "BreakerMoved",
+    "CanaryEnded",
+    "CanaryStarted",
     "Cancelled",
     "CheckpointFailed",
     "CheckpointSaved",

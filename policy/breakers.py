@@ -232,6 +232,13 @@ class Breakers:
             moved += self._probe_over(now_ns, request, kind, confidence_permille)
         return moved
 
+    def disown(self, now_ns: int) -> None:
+        """Probes under way are another policy's to judge."""
+        for breaker in self._not_closed.values():
+            if breaker.probes:
+                self._release_probes(breaker)
+                self._wait(now_ns, breaker)
+
     def open_keys(self) -> Sequence[str]:
         """The keys of the breakers that are not closed, by rule and key."""
         return [self._rules[key[0]].label(key) for key in sorted(self._not_closed)]

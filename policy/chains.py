@@ -213,6 +213,25 @@ class Chains:
                 chain.open = []
         return requests
 
+    def alive(self, now_ns: int, event: Arrived) -> bool:
+        """Does the step's chain go on here, or is what it resumes from kept here?"""
+        chain = self._chains.get((event.user, event.chain))
+        if chain is not None and (chain.unsettled or now_ns < chain.end_ns):
+            return True
+        return bool(event.resume) and event.resume in self._kept
+
+    def take_in(self, now_ns: int, other: Chains) -> None:
+        """Another policy's chains go on here; of those that both know, the one here counts."""
+        state = other.state(now_ns)
+        chains = [
+            (chain, done)
+            for chain, done in state.chains
+            if (chain.user, chain.name) not in self._chains
+        ][: max(0, self._chains_max - len(self._chains))]
+        mine = {(chain.user, chain.name) for chain, _ in chains}
+        steps = [step for step in state.steps if step[1:3] in mine]
+        self.load(ChainsState(chains, steps), now_ns)
+
     # What every mechanism has
 
     def ticked(self, now_ns: int) -> Sequence[Decision]:

@@ -22,6 +22,9 @@ class Dispatch(msgspec.Struct, frozen=True, tag="dispatch", array_like=True, gc=
     """vLLM's priority: lower runs earlier."""
     model: str = ""
     """The model to ask for instead of the caller's; empty: the caller's."""
+    policy: str = ""
+    """Whose decision it is, while a canary goes on: the first 12 digits of
+    ``policy.parameters.policy_hash``; empty: only one policy rules."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True, gc=False):
@@ -52,6 +55,8 @@ class Settled(msgspec.Struct, frozen=True, tag="settled", array_like=True, gc=Fa
     """What the client's own next step may take; -1: no chain, or no such step."""
     age_ns: int = 0
     """Of a cached answer."""
+    policy: str = ""
+    """As in ``Dispatch``."""
 
 
 class Verify(msgspec.Struct, frozen=True, tag="verify", array_like=True, gc=False):

@@ -274,6 +274,25 @@ class PolicySwitched(msgspec.Struct, frozen=True, tag="switched", array_like=Tru
     new: str
 
 
+class CanaryStarted(msgspec.Struct, frozen=True, tag="canary", array_like=True, gc=False):
+    """From now on a share of the callers is served by another policy file, beside the one that
+    rules. Both are in ``policy.parameters.canonical`` form. Told again of the same two, only the
+    share changes."""
+
+    old: str
+    new: str
+    share_permille: int
+    """Of the callers, 1..1000, and of every replica's in-flight target."""
+    salt: int
+    """Mixed into the choice of callers, so that another canary falls on others."""
+
+
+class CanaryEnded(msgspec.Struct, frozen=True, tag="canary_ended", array_like=True, gc=False):
+    """The canary is over: from now on the policy that is kept serves everyone."""
+
+    keep: Literal["old", "new"]
+
+
 class Restored(msgspec.Struct, frozen=True, tag="restored", array_like=True, gc=False):
     """The controller came back after a crash: what was open is lost."""
 
@@ -284,5 +303,5 @@ Event = (
     Arrived | FirstToken | Finished | Failed | Cancelled | Ticked | ReplicaUp | ReplicaDown
     | Scraped | Standby | Progress | GpuRead | GpuFault | Verified | CheckpointSaved
     | CheckpointFailed | LookedUp | Forecasted | RolloutRequested | Warmed | PolicySwitched
-    | Restored | StepsRead
+    | Restored | StepsRead | CanaryStarted | CanaryEnded
 )  # fmt: skip

@@ -82,6 +82,8 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     """How many of the ways to degrade were tried."""
     kind: str = ""
     """How its last try failed, while it waits for another."""
+    arm: int = 0
+    """Whose it is, while a canary goes on: 0 the stable policy's, 1 the candidate's."""
 
 
 class Replica(msgspec.Struct, array_like=True, gc=False):
@@ -533,7 +535,10 @@ class Facts:
             self.now_ns,
             self.highest,
             self.highest_replica,
-            [_shifted(opened, -self.now_ns) for opened in self.open.values()],
+            [
+                _shifted(opened, -self.now_ns, _left_ns(opened.due_ns, self.now_ns))
+                for opened in self.open.values()
+            ],
             [_seen(replica, -self.now_ns) for replica in self.replicas.values()],
             self.users.state(),
             self.lines.state(),
@@ -545,7 +550,10 @@ class Facts:
         facts.now_ns = now_ns
         facts.highest = state.highest
         facts.highest_replica = state.highest_replica
-        facts.open = {opened.event.request: _shifted(opened, now_ns) for opened in state.open}
+        facts.open = {
+            opened.event.request: _shifted(opened, now_ns, _due_ns(opened.due_ns, now_ns))
+            for opened in state.open
+        }
         facts.replicas = {
             replica.spec.replica: _seen(replica, now_ns) for replica in state.replicas
         }
@@ -554,14 +562,28 @@ class Facts:
         return facts
 
 
-def _shifted(opened: Open, by_ns: int) -> Open:
+def _shifted(opened: Open, by_ns: int, due_ns: int) -> Open:
     return msgspec.structs.replace(
         opened,
         arrived_ns=opened.arrived_ns + by_ns,
         dispatched_ns=_moved(opened.dispatched_ns, by_ns),
         first_ns=_moved(opened.first_ns, by_ns),
-        due_ns=opened.due_ns + by_ns if opened.due_ns else 0,
+        due_ns=due_ns,
     )
+
+
+def _left_ns(due_ns: int, now_ns: int) -> int:
+    """Until ``due_ns``, where 0 still says that there is none: what is over is 1 less."""
+    if not due_ns:
+        return 0
+    return due_ns - now_ns if due_ns > now_ns else due_ns - now_ns - 1
+
+
+def _due_ns(left_ns: int, now_ns: int) -> int:
+    """Back from ``_left_ns``."""
+    if not left_ns:
+        return 0
+    return now_ns + left_ns if left_ns > 0 else now_ns + left_ns + 1
 
 
 def _seen(replica: Replica, by_ns: int) -> Replica:

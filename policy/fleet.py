@@ -64,21 +64,31 @@ class Fleet:
     """Health, rollout, capacity, drift and alerts, each None where it is off.
 
     Methods that are told of an event check it against the facts first, and give what was decided.
+
+    Args:
+        leader: the fleet as the policy that rules runs it, where this is a candidate's: it only
+            watches what it sends itself, and sends nothing to what the leader takes away.
     """
 
     __slots__ = (
-        "_facts", "_fleet_version", "_health_version", "_queue", "_reserve_permille", "_stopping",
-        "alerts", "attention", "capacity", "drift", "health", "looped_ns", "rollout", "stuck",
+        "_facts", "_fleet_version", "_health_version", "_leader", "_queue", "_reserve_permille",
+        "_stopping", "alerts", "attention", "capacity", "drift", "guests", "health", "looped_ns",
+        "rollout", "stuck",
     )  # fmt: skip
 
-    def __init__(self, parameters: Parameters, facts: Facts) -> None:
+    def __init__(self, parameters: Parameters, facts: Facts, leader: Fleet | None = None) -> None:
         self._facts = facts
+        self._leader = leader
+        self.guests: tuple[Tiered, ...] = ()
+        """Queues of a candidate: what waits there is load, too."""
         self._reserve_permille = parameters.inflight.reserve_permille
         self.health = Health(parameters.health) if parameters.health.enabled else None
-        self.capacity = Capacity(parameters.capacity) if parameters.capacity.enabled else None
-        self.rollout = Rollout(parameters.rollout) if parameters.rollout.enabled else None
-        self.drift = Drift(parameters.drift) if parameters.drift.enabled else None
-        self.alerts = Alerts(parameters.alerts) if parameters.alerts.enabled else None
+        self.capacity: Capacity | None = None
+        self.rollout: Rollout | None = None
+        self.drift: Drift | None = None
+        self.alerts: Alerts | None = None
+        if leader is None:
+            self.lead(parameters)
         self.attention = False
         """The rotation may have changed: ``rotate`` is due."""
         self.stuck: list[tuple[int, str]] = []
@@ -90,6 +100,14 @@ class Fleet:
         self._health_version = 0
         self._fleet_version = 0
         self._queue: Tiered
+
+    def lead(self, parameters: Parameters) -> None:
+        """Run the fleet, too, from now on: ``take_over`` tells what is known of it."""
+        self._leader = None
+        self.capacity = Capacity(parameters.capacity) if parameters.capacity.enabled else None
+        self.rollout = Rollout(parameters.rollout) if parameters.rollout.enabled else None
+        self.drift = Drift(parameters.drift) if parameters.drift.enabled else None
+        self.alerts = Alerts(parameters.alerts) if parameters.alerts.enabled else None
 
     def attach(self, queue: Tiered) -> None:
         """The queue whose hosts are kept in line."""
@@ -105,8 +123,10 @@ class Fleet:
                 if due_ns is not None and due_ns <= now_ns:
                     self.tell(now_ns, mechanism.ticked(now_ns), decisions)
         capacity, queue = self.capacity, self._queue
+        if self._leader is not None:
+            capacity = self._leader.capacity
         if capacity is not None:
-            if capacity.due_loop(now_ns):
+            if self._leader is None and capacity.due_loop(now_ns):
                 self._scale(now_ns, capacity.loop(now_ns, self._seen(now_ns)), decisions)
             extra_permille = 1000 + capacity.turbo_extra_permille(now_ns)
             queue.reserve(min(self._reserve_permille * extra_permille // 1000, 1000))
@@ -129,9 +149,10 @@ class Fleet:
                 spec = host.spec
                 pools.setdefault(pool_of(spec.models, spec.pooling), []).append(host)
         queued: dict[str, tuple[int, int]] = {}
-        for job in queue.jobs.values():
+        jobs = [(each, job) for each in (queue, *self.guests) for job in each.jobs.values()]
+        for each, job in jobs:
             if job.queued:
-                spec = queue.hosts[queue.waits_for(self._facts.open[job.request], job)[0]].spec
+                spec = queue.hosts[each.waits_for(self._facts.open[job.request], job)[0]].spec
                 pool = pool_of(spec.models, spec.pooling)
                 count, work_ns = queued.get(pool, (0, 0))
                 queued[pool] = (count + 1, work_ns + job.work_ns)
@@ -158,6 +179,11 @@ class Fleet:
         return seen
 
     # The rotation
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Replicas that are up and will take no new work any more."""
+        return self._queue.gone
 
     def moved(self) -> bool:
         """Has the rotation changed since hosts were last brought into line with it?"""
@@ -252,11 +278,14 @@ class Fleet:
         facts, queue, health = self._facts, self._queue, self.health
         rollout, capacity = self.rollout, self.capacity
         leaving: set[int] = set()
+        stopping = self._stopping
+        if self._leader is not None:
+            stopping = stopping | self._leader.gone
         for number, replica in facts.replicas.items():
             isolated = health is not None and health.state_of(number) == "isolated"
             old = rollout is not None and not rollout.allowed(number)
             surplus = capacity is not None and capacity.draining(number)
-            if isolated or old or surplus or number in self._stopping:
+            if isolated or old or surplus or number in stopping:
                 leaving.add(number)
             if (old or surplus) and not replica.in_flight:
                 self._emptied(now_ns, number, decisions)
@@ -325,7 +354,8 @@ class Fleet:
         if isinstance(event, Forecasted):
             check_forecast(event)
             self._queue.counting |= self.capacity is not None
-        self._facts.fleet(now_ns, event)
+        if self._leader is None:  # which has folded it already
+            self._facts.fleet(now_ns, event)
         decisions: Decisions = []
         match event:
             case ReplicaUp():
@@ -407,13 +437,8 @@ class Fleet:
         self._fleet_version = before._fleet_version
         self.attention = True
         up = [known.spec for known in self._facts.replicas.values() if known.ready]
-        if "health" in fresh and self.health is not None:
-            for spec in up:
-                number = spec.replica
-                self.health.up(now_ns, spec)
-                if before.health is not None and before.health.state_of(number) == "isolated":
-                    # A broken card stays broken: it comes back as a new ReplicaUp.
-                    self.health.gpu_fault(now_ns, GpuFault(number, "ecc_uncorrectable"))
+        if "health" in fresh:
+            self.watch_all(now_ns, before)
         if "capacity" in fresh and self.capacity is not None:
             if before.capacity is not None:
                 self.capacity.adopt(before.capacity.state(now_ns), now_ns)
@@ -427,6 +452,23 @@ class Fleet:
             else:
                 for spec in up:
                     self.rollout.up(now_ns, spec)
+
+    def watch_all(self, now_ns: int, before: Fleet) -> None:
+        """Health begins anew with the replicas that are up."""
+        if self.health is None:
+            return
+        for known in self._facts.replicas.values():
+            if known.ready:
+                number = known.spec.replica
+                self.health.up(now_ns, known.spec)
+                if before.health is not None and before.health.state_of(number) == "isolated":
+                    # A broken card stays broken: it comes back as a new ReplicaUp.
+                    self.health.gpu_fault(now_ns, GpuFault(number, "ecc_uncorrectable"))
+
+    def follow(self, before: Fleet) -> None:
+        """The hosts are known as ``before``, whose candidate this is, knows them."""
+        self._fleet_version = before._fleet_version
+        self.attention = True
 
     # Snapshots
 

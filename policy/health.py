@@ -249,6 +249,28 @@ class Health:
             return self._detected(now_ns, watch, "error_share")
         return ()
 
+    def take_in(self, now_ns: int, other: Health) -> None:
+        """Watch what another policy sent, too."""
+        for replica, taken in other._watches.items():
+            watch = self._watches.get(replica)
+            if watch is None or not (taken.waiting or taken.streams):
+                continue
+            if not (watch.waiting or watch.streams):
+                watch.life_ns = now_ns
+                self._arm(now_ns + self._ask_ns)
+            room = self._in_flight_max - len(watch.waiting) - len(watch.streams)
+            watch.streams.update(sorted(taken.streams)[:room])
+            room = self._in_flight_max - len(watch.waiting) - len(watch.streams)
+            watch.waiting.update(list(taken.waiting.items())[:room])
+
+    def disown(self) -> None:
+        """What was sent so far is another policy's to watch."""
+        for watch in self._watches.values():
+            watch.waiting.clear()
+            watch.streams.clear()
+            if watch.gate == SHUT and watch.probe >= 0:
+                self._free(watch)
+
     def gone(self, now_ns: int, request: int, replica: int) -> None:
         """Cancelled, aborted, or moved elsewhere: it says nothing about the replica."""
         watch = self._watches.get(replica)

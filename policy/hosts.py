@@ -50,14 +50,11 @@ class Host:
         self.replica = replica
         self.spec = spec
         self.number = spec.replica
-        self.sequences_most = max(1, spec.max_num_seqs * inflight.sequences_permille // 1000)
-        kv_tokens = (spec.kv_blocks - 1) * spec.block_tokens
-        self.kv_most = max(1, kv_tokens * inflight.kv_permille // 1000)
-        self.sequences_shared = self.kv_shared = 0
+        self.sequences_most = self.kv_most = self.sequences_shared = self.kv_shared = 0
+        self.prefill_most = self.long_most = 0
+        self.aim(inflight)
         self.reserve(inflight.reserve_permille)
         self.tokens_most = replica.tokens_most
-        self.prefill_most = spec.max_num_batched_tokens * inflight.prefill_steps_milli // 1000
-        self.long_most = inflight.long_prefill_cap_tokens
         self.long_tokens = inflight.long_prefill_tokens
         self.output_permille = inflight.output_reserve_permille
         self.prefixes = prefixes
@@ -81,6 +78,15 @@ class Host:
         """How bad bandwidth, closeness and heat are, per mille."""
         self.factor = 1000
         """Per mille by which the predicted time is made longer for these."""
+
+    def aim(self, inflight: Inflight) -> None:
+        """How much may be in flight there; ``reserve`` is to be called afterwards."""
+        spec = self.spec
+        self.sequences_most = max(1, spec.max_num_seqs * inflight.sequences_permille // 1000)
+        kv_tokens = (spec.kv_blocks - 1) * spec.block_tokens
+        self.kv_most = max(1, kv_tokens * inflight.kv_permille // 1000)
+        self.prefill_most = spec.max_num_batched_tokens * inflight.prefill_steps_milli // 1000
+        self.long_most = inflight.long_prefill_cap_tokens
 
     def reserve(self, permille: int) -> None:
         """Keep this part of the targets for Turbo, and for what it lent."""

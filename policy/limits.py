@@ -295,6 +295,29 @@ class Limits:
         if self._by_model:
             asked.in_flight += 1
 
+    def count(self, now_ns: int, request: int, user: str, session: str, model: str) -> None:
+        """It went on by the leave of another policy, which rules beside this one: it is charged
+        here too, whatever the limits are. What exceeds ``open_max`` is not counted."""
+        if len(self._in_flight) >= self._open_max:
+            return
+        keys = self._keys(now_ns, user, session, model)
+        self._charge(now_ns, request, keys)
+        if self._parked:
+            owner, turn, asked = keys
+            # Their windows slide later now than they would have.
+            self._disarm(owner)
+            self._disarm(asked)
+            if turn is not None:
+                self._disarm(turn)
+            if turn is not None and turn.promoted and turn.full(now_ns):
+                self._demote(now_ns, turn)
+            self._room(now_ns, keys)
+
+    def disown(self, now_ns: int) -> None:
+        """What is parked is another policy's to release."""
+        for request in list(self._parked):
+            self.over(now_ns, request)
+
     def over(self, now_ns: int, request: int) -> None:
         """It is settled, whatever became of it. ``released`` says who may go on now."""
         keys = self._in_flight.pop(request, None)
@@ -323,20 +346,33 @@ class Limits:
 
     def released(self, now_ns: int) -> Sequence[int]:
         """Parked requests that go on now, in this order; each is charged."""
-        if not self._parked:
-            return ()
-        self._wake(now_ns)
         gone: list[int] = []
-        while (request := self._first()) is not None:
-            keys = self._parked.pop(request)
-            self._withdraw(request, keys)
-            self._charge(now_ns, request, keys)
-            self._room(now_ns, keys)
+        while (request := self.next_up(now_ns)) is not None:
+            self.release(now_ns, request)
             gone.append(request)
         return gone
 
+    def next_up(self, now_ns: int) -> int | None:
+        """The parked request that may go on now, before all others."""
+        if not self._parked:
+            return None
+        self._wake(now_ns)
+        return self._first()
+
+    def release(self, now_ns: int, request: int) -> None:
+        """What ``next_up`` gave goes on, and is charged."""
+        keys = self._parked.pop(request)
+        self._withdraw(request, keys)
+        self._charge(now_ns, request, keys)
+        self._room(now_ns, keys)
+
     def parked(self, request: int) -> bool:
         return request in self._parked
+
+    def holds_back(self, session: str) -> bool:
+        """Is something of the session parked?"""
+        turn = self._sessions.keys.get(session) if session else None
+        return turn is not None and turn.waits > 0
 
     # What every mechanism has
 
@@ -440,6 +476,15 @@ class Limits:
             request = turn.parked[0]
             self._offer(now_ns, request, self._parked[request])
 
+    def _demote(self, now_ns: int, turn: Session) -> None:
+        """The session has no room any more: its first request is no candidate now."""
+        request = turn.parked[0]
+        owner, _, model = self._parked[request]
+        turn.promoted = False
+        self._leave_lane(owner, model, request)
+        self._stand(now_ns, owner)
+        self._promote(now_ns, turn)
+
     def _offer(self, now_ns: int, request: int, keys: Keys) -> None:
         owner, _, model = keys
         lane = owner.lanes.get(model.name)
@@ -461,6 +506,9 @@ class Limits:
             if at or not turn.promoted:
                 return  # it was no candidate
             turn.promoted = False
+        self._leave_lane(owner, model, request)
+
+    def _leave_lane(self, owner: User, model: Model, request: int) -> None:
         lane = owner.lanes[model.name]
         self._leave(lane)
         del lane.requests[bisect_left(lane.requests, request)]

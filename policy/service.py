@@ -13,11 +13,12 @@ back, a settled request lets its session's next one go.
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from policy.breakers import Breakers, BreakersState
+from policy.canary import Canary, CanaryState
 from policy.chains import Chains, ChainsState
 from policy.confidence import Confidence, ConfidenceState
 from policy.decisions import (
@@ -30,6 +31,8 @@ from policy.decisions import (
 )
 from policy.events import (
     Arrived,
+    CanaryEnded,
+    CanaryStarted,
     Cancelled,
     CheckpointFailed,
     CheckpointSaved,
@@ -49,7 +52,7 @@ from policy.fleet import Fleet, FleetState
 from policy.limits import FULL, PARKED, Limits, LimitsState
 from policy.outcomes import CALLERS_FAULT, MAYBE_RUNNING, failed
 from policy.parameters import Parameters, canonical, from_canonical
-from policy.tiered import Tiered, TieredState
+from policy.tiered import Tiered, TieredState, copied
 from policy.tiers import NAMES, NS_PER_MS
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from policy.decisions import Decision
     from policy.events import Event
     from policy.facts import Open
+    from policy.health import Health
     from policy.mechanism import Mechanism
     from policy.placement import Score
     from policy.tiers import Job
@@ -70,10 +74,21 @@ these; and while work is open no later than after the second, since what happens
 may have made something due. Nothing does so within less by default."""
 
 
+SALT_MOST = (1 << 63) - 1
+JUDGEMENT = (
+    "parameters", "_breakers", "_chains", "_confidence", "_fleet", "_limits", "_parked",
+    "_parked_due", "_pulse_ns", "_tiered", "_verify_below",
+)  # fmt: skip
+"""What a candidate that is kept brings with it."""
+LED = ("capacity", "rollout", "drift", "alerts")
+"""Mechanisms that only the policy which runs the fleet has."""
+
+
 class ServiceState(msgspec.Struct, array_like=True):
     """The whole policy in canonical form. Times are relative to the facts' ``now_ns``."""
 
-    facts: FactsState
+    facts: FactsState | None
+    """None: a candidate's, which has those of the policy that rules."""
     tiered: TieredState
     limits: LimitsState | None
     breakers: BreakersState | None
@@ -82,6 +97,17 @@ class ServiceState(msgspec.Struct, array_like=True):
     fleet: FleetState
     parked: list[tuple[int, int]]
     pulse_ns: int | None
+    canary: CanaryState | None = None
+
+
+class _Books(NamedTuple):
+    """What a judgement that ends leaves to the other."""
+
+    parameters: Parameters
+    queue: Tiered
+    health: Health | None
+    chains: Chains | None
+    parked: dict[int, int]
 
 
 _ENCODER = msgspec.msgpack.Encoder(order="sorted")
@@ -89,16 +115,28 @@ _DECODER = msgspec.msgpack.Decoder(ServiceState)
 
 
 class Service:
-    """The policy of the discipline ``tiered``."""
+    """The policy of the discipline ``tiered``.
+
+    Args:
+        leader: the policy that rules, where this is a candidate's judgement beside it, over the
+            same facts (``policy.canary``).
+    """
 
     __slots__ = (
-        "_breakers", "_chains", "_confidence", "_fleet", "_handlers", "_health", "_later",
-        "_limits", "_parked", "_parked_due", "_pulse_ns", "_tiered", "_verify_below", "_watching",
-        "facts", "parameters",
+        "_breakers", "_canary", "_chains", "_confidence", "_fleet", "_handlers", "_health",
+        "_later", "_limits", "_other", "_parked", "_parked_due", "_pulse_ns", "_tiered",
+        "_verify_below", "_watching", "arm", "facts", "parameters",
     )  # fmt: skip
 
-    def __init__(self, parameters: Parameters, facts: Facts | None = None) -> None:
+    def __init__(
+        self, parameters: Parameters, facts: Facts | None = None, leader: Service | None = None
+    ) -> None:
         self.facts = Facts(parameters.history.keys_max) if facts is None else facts
+        self.arm = 0 if leader is None else 1
+        """Whose requests it judges (``Open.arm``)."""
+        self._canary: Canary | None = None
+        self._other = leader
+        """The other judgement, while a canary goes on."""
         self._parked: dict[int, int] = {}
         """Requests that a limit holds back: when they are due at the latest."""
         self._parked_due: list[tuple[int, int]] = []
@@ -113,12 +151,17 @@ class Service:
             LookedUp: self._looked_up,
             PolicySwitched: self._switched,
             Restored: self._back,
+            CanaryStarted: self._canary_started,
+            CanaryEnded: self._canary_ended,
         }
 
     def _build(self, parameters: Parameters) -> None:
         self.parameters = parameters
-        self._fleet = Fleet(parameters, self.facts)
-        self._tiered = Tiered(parameters, self.facts, self._closed, self._fleet.sent)
+        fleet = queue = None
+        if self.arm and self._other is not None:
+            fleet, queue = self._other._fleet, self._other._tiered
+        self._fleet: Fleet = Fleet(parameters, self.facts, fleet)
+        self._tiered: Tiered = Tiered(parameters, self.facts, self._closed, self._fleet.sent, queue)
         self._fleet.attach(self._tiered)
         self._limits = Limits(parameters.limits) if parameters.limits.enabled else None
         self._breakers = Breakers(parameters.breakers) if parameters.breakers.enabled else None
@@ -126,6 +169,9 @@ class Service:
         self._confidence = Confidence(confidence) if confidence.enabled else None
         self._verify_below = confidence.verify_below_permille
         self._chains = Chains(parameters.chains) if parameters.chains.enabled else None
+        self._watch()
+
+    def _watch(self) -> None:
         fleet = self._fleet
         self._health = fleet.health
         watching = (fleet.health, self._breakers, fleet.rollout, fleet.capacity)
@@ -150,6 +196,8 @@ class Service:
     # The contract
 
     def step(self, now_ns: int, event: Event) -> Sequence[Decision]:
+        if self._canary is not None and not self._canary.deciding:
+            return self._canary.step(now_ns, event)
         kind = type(event)
         try:
             if kind is Arrived:
@@ -194,12 +242,16 @@ class Service:
             due_ns = _earlier(due_ns, self._parked_due[0][0])
         if self._chains is not None:
             due_ns = _earlier(due_ns, self._chains.deadline_ns())
+        if self._canary is not None:
+            due_ns = _earlier(due_ns, self._canary.candidate.deadline_ns())
         return due_ns
 
     # A request's way
 
     def _arrived(self, now_ns: int, event: Arrived) -> Sequence[Decision]:
         opened = self.facts.arrive(now_ns, event)
+        if self.arm:
+            opened.arm = self.arm
         if self._watching:
             self._soon(now_ns)
         if self._chains is not None and event.chain:
@@ -244,6 +296,8 @@ class Service:
 
     def _passed(self, now_ns: int, opened: Open) -> Sequence[Decision]:
         """No limit holds it back."""
+        if self._other is not None:
+            self._other.count(now_ns, opened.event)
         key = self._blocked(now_ns, opened, opened.event.model)
         if key is not None:
             opened.cause = f"breaker {key}"
@@ -469,6 +523,8 @@ class Service:
             self._limits.over(now_ns, request)
             if self._parked:
                 self._parked.pop(request, None)
+        if self._other is not None and self._other._limits is not None:
+            self._other._limits.over(now_ns, request)
         if opened.gated is not None:
             if settled.outcome == "failed":
                 self._observe(now_ns, opened, settled.why, -1)
@@ -628,7 +684,9 @@ class Service:
             if self._fleet.stuck:
                 self._clear(now_ns, *self._fleet.stuck.pop(0), decisions)
                 continue
-            released = limits.released(now_ns) if limits is not None and self._parked else ()
+            released: Sequence[int] = ()
+            if limits is not None and self._parked and self._other is None:
+                released = limits.released(now_ns)
             for request in released:
                 if self._parked.pop(request, None) is not None:
                     decisions += self._passed(now_ns, self.facts.open[request])
@@ -644,7 +702,9 @@ class Service:
         stuck = [
             opened
             for opened in self.facts.open.values()
-            if opened.replica == replica and (silent or opened.first_ns is None)
+            if opened.replica == replica
+            and opened.arm == self.arm
+            and (silent or opened.first_ns is None)
         ]
         for opened in stuck:
             if opened.replica != replica:  # one before it may have moved it
@@ -661,45 +721,62 @@ class Service:
     def _switched(self, now_ns: int, event: PolicySwitched) -> Sequence[Decision]:
         """Another policy file rules from now on. Facts carry over; judgement is kept where its
         parameters are the same; what waits is judged anew, what is in flight keeps its terms."""
-        new = self._checked_switch(event)
-        facts = self.facts
-        facts.now_ns = now_ns
-        facts.users.resize(new.history.keys_max)
-        facts.lines.resize(new.history.keys_max)
+        if self._canary is not None:
+            raise Illegal("a canary goes on: end it before the switch")
+        new = self._checked(event.old, event.new)
+        self.facts.now_ns = now_ns
+        self._resize_histories(new)
         old, tiered, fleet, before = self.parameters, self._tiered, self._fleet, self.mechanisms
         self._build(new)
-        reset: list[str] = []
-        after = self.mechanisms
-        for name, mechanism in after.items():
-            if name not in before:
-                continue
-            if getattr(old, name) == getattr(new, name):
-                mechanism.load(before[name].state(now_ns), now_ns)
-            else:
-                reset.append(name)
-        fresh = {name for name in after if name not in before} | set(reset)
+        reset = self._carried(now_ns, before, old)
+        fresh = {name for name in self.mechanisms if name not in before} | set(reset)
         if "rollout" in reset:  # its parameters are times: what is under way goes on
             reset.remove("rollout")
         self._fleet.take_over(now_ns, fleet, fresh)
-        if "limits" in fresh and self._limits is not None:
-            for request, opened in facts.open.items():
-                if request not in self._parked:
-                    asked = opened.event
-                    self._limits.adopt(request, asked.user, asked.session, asked.model)
+        if "limits" in fresh:
+            self._count_open(self._parked)
         waiting = self._tiered.adopt(tiered, now_ns)
-        if (old.estimates, old.history) != (new.estimates, new.history):
+        if _learns_otherwise(old, new):
             reset.append("complexity")
         decisions: Decisions = [Reset(tuple(reset))] if reset else []
-        decisions += self._admitted_anew(now_ns, waiting, old.limits != new.limits)
+        parked: list[int] = []
+        if old.limits != new.limits:
+            parked += self._parked
+            self._parked.clear()
+            self._parked_due.clear()
+        decisions += self._admitted_anew(now_ns, waiting, parked)
         self._fleet.attention = True
         return decisions
 
-    def _admitted_anew(self, now_ns: int, waiting: list[Open], new_limits: bool) -> Decisions:
-        """Judge what waits by other parameters."""
-        parked = list(self._parked) if new_limits else []
-        if new_limits:
-            self._parked.clear()
-            self._parked_due.clear()
+    def _resize_histories(self, parameters: Parameters) -> None:
+        self.facts.users.resize(parameters.history.keys_max)
+        self.facts.lines.resize(parameters.history.keys_max)
+
+    def _carried(
+        self, now_ns: int, before: dict[str, Mechanism[Any]], old: Parameters
+    ) -> list[str]:
+        """Go on with what the mechanisms in ``before``, by the policy ``old``, remember, where
+        their parameters are the same. Returns the others, which begin anew."""
+        reset: list[str] = []
+        for name, mechanism in self.mechanisms.items():
+            if name not in before:
+                continue
+            if getattr(old, name) == getattr(self.parameters, name):
+                mechanism.load(copied(before[name].state(now_ns)), now_ns)
+            else:
+                reset.append(name)
+        return reset
+
+    def _count_open(self, parked: dict[int, int]) -> None:
+        """What went on under another policy counts as in flight."""
+        if self._limits is not None:
+            for request, opened in self.facts.open.items():
+                if request not in parked:
+                    asked = opened.event
+                    self._limits.adopt(request, asked.user, asked.session, asked.model)
+
+    def _admitted_anew(self, now_ns: int, waiting: list[Open], parked: list[int]) -> Decisions:
+        """Judge what waits, and what a limit held back, by other parameters."""
         decisions: Decisions = []
         for opened in waiting:
             if not opened.cause:
@@ -708,15 +785,16 @@ class Service:
                 decisions += self._tiered.admit(now_ns, opened, lighter=True, from_ns=now_ns)
             else:
                 decisions += self._degraded(now_ns, opened)
-        for request in parked:
+        for request in sorted(parked):
             decisions += self._limited(now_ns, self.facts.open[request])
         return decisions
 
-    def _checked_switch(self, event: PolicySwitched) -> Parameters:
-        if not self._in_force(event.old):
+    def _checked(self, old: str, text: str) -> Parameters:
+        """What is to rule after, or beside, the policy ``old``."""
+        if not self._in_force(old):
             raise Illegal("the policy that was to be switched from is not the one in force")
         try:
-            new = from_canonical(event.new)
+            new = from_canonical(text)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise Illegal(f"the new policy cannot be read: {error}") from error
         if new.discipline != "tiered":
@@ -739,32 +817,214 @@ class Service:
             raise Illegal(f"down_ns is {event.down_ns}: it must not be negative")
         facts.now_ns = now_ns
         decisions: Decisions = []
-        for opened in list(facts.open.values()):
+        if self._canary is not None:
+            decisions += self._canary.candidate.lose(now_ns)
+            self._alone()
+        decisions += self.lose(now_ns)
+        for replica in list(facts.replicas):
+            decisions += self._fleet.told(now_ns, ReplicaDown(replica, "controller_lost"))
+        return decisions
+
+    def lose(self, now_ns: int) -> Decisions:
+        """Settle all that is open here: the controller lost it."""
+        decisions: Decisions = []
+        for opened in list(self.facts.open.values()):
+            if opened.arm != self.arm:
+                continue
             job = self._tiered.jobs.get(opened.event.request)
             tier = "" if job is None else NAMES[job.tier]
             self._tiered.forget(opened)
-            facts.drop(opened)
+            self.facts.drop(opened)
             settled = failed(opened.event.request, "controller_lost", tier)
             decisions.append(self._closed(now_ns, opened, settled))
         self._parked.clear()
         self._parked_due.clear()
-        for replica in list(facts.replicas):
-            decisions += self._fleet.told(now_ns, ReplicaDown(replica, "controller_lost"))
         return decisions
+
+    # A canary
+
+    def _canary_started(self, now_ns: int, event: CanaryStarted) -> Sequence[Decision]:
+        """A candidate judges a share of the callers from now on, or another share than before."""
+        new = self._checked(event.old, event.new)
+        if not (1 <= event.share_permille <= 1000 and 0 <= event.salt <= SALT_MOST):
+            raise Illegal(
+                f"share_permille is {event.share_permille} and salt {event.salt}: they lie within"
+                f" 1..1000 and 0..{SALT_MOST}"
+            )
+        if self._canary is not None:
+            if new != self._canary.candidate.parameters or event.salt != self._canary.salt:
+                raise Illegal("another canary goes on: end it first")
+            self.facts.now_ns = now_ns
+            self._canary.resize(event.share_permille)
+            return ()
+        if new == self.parameters:
+            raise Illegal("the candidate is the policy in force")
+        self.facts.now_ns = now_ns
+        candidate = Service(new, self.facts, self)
+        reset = candidate._begin_beside(now_ns, self)
+        canary = Canary(self, candidate, event.share_permille, event.salt)
+        self._go_beside(canary, candidate)
+        decisions: Decisions = [Reset(tuple(reset))] if reset else []
+        return decisions + canary.begun(now_ns)
+
+    def _go_beside(self, canary: Canary, candidate: Service) -> None:
+        self._canary = canary
+        self._other = candidate
+        self._fleet.guests = (candidate._tiered,)
+
+    def _alone(self) -> None:
+        """Only one policy rules again."""
+        self._canary = self._other = None
+        self._fleet.guests = ()
+        self._tiered.split = None
+        self._tiered.aim(self.parameters.inflight)
+
+    def _begin_beside(self, now_ns: int, stable: Service) -> list[str]:
+        """Know what the policy that rules does, where that means the same here. Its requests stay
+        its own, and so do chains that go on. Returns what begins anew."""
+        old, new = stable.parameters, self.parameters
+        before = {name: one for name, one in stable.mechanisms.items() if name != "chains"}
+        reset = self._carried(now_ns, before, old)
+        fresh = {name for name in self.mechanisms if name not in before} | set(reset)
+        self._tiered.learn(stable._tiered, now_ns)
+        if _learns_otherwise(old, new):
+            reset.append("complexity")
+        if "health" in fresh:
+            self._fleet.watch_all(now_ns, stable._fleet)
+        elif self._health is not None:
+            self._health.disown()
+        if "limits" in fresh:
+            self._count_open(stable._parked)
+        elif self._limits is not None:
+            self._limits.disown(now_ns)
+        if self._breakers is not None:
+            self._breakers.disown(now_ns)
+        self._fleet.follow(stable._fleet)
+        self._soon(now_ns)
+        return reset
+
+    def _canary_ended(self, now_ns: int, event: CanaryEnded) -> Sequence[Decision]:
+        """One of the two serves everyone from now on: what waits for the other is judged anew, what
+        the other has in flight keeps its terms."""
+        candidate = self._other
+        if candidate is None:
+            raise Illegal("no canary goes on")
+        if event.keep not in ("old", "new"):
+            raise Illegal(f"keep is {event.keep!r}: it must be old or new")
+        self.facts.now_ns = now_ns
+        reset: list[str] = []
+        if event.keep == "old":
+            ended = candidate._books()
+        else:
+            ended = self._books()
+            reset += self._succeeded(now_ns, candidate)
+        self._alone()
+        for opened in self.facts.open.values():
+            opened.arm = 0
+        if self._health is not None and ended.health is not None:
+            self._health.take_in(now_ns, ended.health)
+        if self._chains is not None and ended.chains is not None:
+            if self.parameters.chains == ended.parameters.chains:
+                self._chains.take_in(now_ns, ended.chains)
+            else:
+                reset.append("chains")
+        waiting = self._tiered.take_in(ended.queue)
+        decisions: Decisions = [Reset(tuple(reset))] if reset else []
+        decisions += self._admitted_anew(now_ns, waiting, list(ended.parked))
+        decisions += self._tiered.refill(now_ns, list(self.facts.replicas))
+        self._fleet.attention = True
+        self._soon(now_ns)
+        return decisions
+
+    def _succeeded(self, now_ns: int, candidate: Service) -> list[str]:
+        """The candidate's judgement becomes this one's, and runs the fleet from now on. Returns
+        what of the latter begins anew."""
+        old, before, fleet = self.parameters, self.mechanisms, self._fleet
+        self._resize_histories(candidate.parameters)
+        for name in JUDGEMENT:
+            setattr(self, name, getattr(candidate, name))
+        self._tiered.rule(self._closed)
+        self._fleet.lead(self.parameters)
+        self._watch()
+        reset = self._carried(now_ns, {name: before[name] for name in LED if name in before}, old)
+        fresh = {name for name in LED if name not in before} | set(reset)
+        if "rollout" in reset:  # its parameters are times: what is under way goes on
+            reset.remove("rollout")
+        self._fleet.take_over(now_ns, fleet, fresh)
+        return reset
+
+    def _books(self) -> _Books:
+        return _Books(self.parameters, self._tiered, self._health, self._chains, self._parked)
+
+    # What a canary asks of each of the two
+
+    @property
+    def queue(self) -> Tiered:
+        return self._tiered
+
+    @property
+    def canary(self) -> Canary | None:
+        """The candidate and its share, while a canary goes on."""
+        return self._canary
+
+    def count(self, now_ns: int, event: Arrived) -> None:
+        """The other let it go on: it counts against the limits here, too."""
+        if self._limits is not None:
+            self._limits.count(now_ns, event.request, event.user, event.session, event.model)
+
+    def holds_back(self, event: Arrived) -> bool:
+        """Does something of its session wait here for a limit?"""
+        return self._limits is not None and self._limits.holds_back(event.session)
+
+    def continues(self, now_ns: int, event: Arrived) -> bool:
+        """Is it a step of a chain that goes on here?"""
+        chains = self._chains
+        return chains is not None and bool(event.chain) and chains.alive(now_ns, event)
+
+    def next_up(self, now_ns: int) -> int | None:
+        """The request that a limit held back and now lets go, before all others."""
+        return None if self._limits is None else self._limits.next_up(now_ns)
+
+    def let_go(self, now_ns: int, request: int) -> Sequence[Decision]:
+        """What ``next_up`` gave goes on."""
+        assert self._limits is not None
+        self._limits.release(now_ns, request)
+        del self._parked[request]
+        return self._passed(now_ns, self.facts.open[request])
+
+    def unsettled(self) -> bool:
+        """Has something been set off that is not carried to its end?"""
+        fleet = self._fleet
+        return fleet.attention or bool(fleet.stuck or self._tiered.stranded)
+
+    def attend(self) -> None:
+        """The fleet as the other sees it has changed."""
+        self._fleet.attention = True
+
+    def follow_up(self, now_ns: int) -> Decisions:
+        """Carry it to its end."""
+        return self._followed_up(now_ns, [])
 
     # What people and snapshots see
 
     def scores(self, event: Arrived) -> list[Score]:
         """How the replicas that serve the event's model look to it now."""
+        opened = self.facts.open.get(event.request)
+        if self._canary is not None and opened is not None and opened.arm:
+            return self._canary.candidate.scores(event)
         return self._tiered.scores(event)
 
     def waiting(self) -> dict[str, int]:
         """Requests that wait here, by tier; ``held``: those that a limit keeps back."""
-        counts = dict.fromkeys(NAMES, 0)
+        counts: dict[str, int] = dict.fromkeys((*NAMES, "held"), 0)
         for job in self._tiered.jobs.values():
             if job.queued:
                 counts[NAMES[job.tier]] += 1
-        return {**counts, "held": len(self._parked)}
+        counts["held"] = len(self._parked)
+        if self._canary is not None:
+            for name, count in self._canary.candidate.waiting().items():
+                counts[name] += count
+        return counts
 
     def snapshot(self) -> bytes:
         now_ns = self.facts.now_ns
@@ -772,7 +1032,7 @@ class Service:
         confidence, chains = self._confidence, self._chains
         return _ENCODER.encode(
             ServiceState(
-                facts=self.facts.state(),
+                facts=None if self.arm else self.facts.state(),
                 tiered=self._tiered.state(now_ns),
                 limits=None if limits is None else limits.state(now_ns),
                 breakers=None if breakers is None else breakers.state(now_ns),
@@ -781,16 +1041,24 @@ class Service:
                 fleet=self._fleet.state(now_ns),
                 parked=[(request, due_ns - now_ns) for request, due_ns in self._parked.items()],
                 pulse_ns=None if self._pulse_ns is None else self._pulse_ns - now_ns,
+                canary=None if self._canary is None else self._canary.state(),
             )
         )
 
     @classmethod
     def restored(cls, parameters: Parameters, snapshot: bytes, now_ns: int | None) -> Service:
         state = _DECODER.decode(snapshot)
+        assert state.facts is not None, "this is the snapshot of a candidate"
         at_ns = state.facts.now_ns if now_ns is None else now_ns
         facts = Facts.restored(state.facts, parameters.history.keys_max, at_ns)
         service = cls(parameters, facts)
         service._load(state, at_ns)
+        if state.canary is not None:
+            candidate = cls(from_canonical(state.canary.new), facts, service)
+            candidate._load(_DECODER.decode(state.canary.candidate), at_ns)
+            canary = Canary(service, candidate, state.canary.share_permille, state.canary.salt)
+            canary.load(state.canary)
+            service._go_beside(canary, candidate)
         return service
 
     def _load(self, state: ServiceState, now_ns: int) -> None:
@@ -803,6 +1071,11 @@ class Service:
         self._parked = {request: due_ns + now_ns for request, due_ns in state.parked}
         self._parked_due = sorted((due_ns + 1, request) for request, due_ns in self._parked.items())
         self._pulse_ns = None if state.pulse_ns is None else state.pulse_ns + now_ns
+
+
+def _learns_otherwise(old: Parameters, new: Parameters) -> bool:
+    """Does what one has learned of requests' sizes mean nothing to the other?"""
+    return (old.estimates, old.history) != (new.estimates, new.history)
 
 
 def _earlier(first_ns: int | None, second_ns: int | None) -> int | None:

@@ -7,7 +7,7 @@ file each; this one says what becomes of a request between its admission and its
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -22,18 +22,55 @@ from policy.prefixes import PrefixTable, chain
 from policy.tiers import FALLBACK, LENT, NAMES, NS_PER_MS, TURBO, Job, Pool, PoolState, Tags
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from policy.decisions import Decision
     from policy.events import Arrived, Finished
     from policy.facts import Facts, Open
-    from policy.parameters import Parameters
+    from policy.parameters import Inflight, Parameters
     from policy.placement import Choice, Score
 
 Decisions = list["Decision"]
+Passed = dict[int, tuple[int, int]]
+"""(order, request) by lane."""
+LAST = (1 << 62, 0)
+State = TypeVar("State", bound=msgspec.Struct)
 
 LOST = frozenset({"silent", "replica_lost"})
 """Failures of a replica, not of a request."""
+
+# What came of an attempt to send a queue's next request to a replica.
+NOTHING = 0  # none may go there, or none is first now
+MOVED = 1  # one was sent, or shed as too late
+HELD = 2  # it is full, and what comes free is kept for the one whose turn it is
+
+
+class Split(Protocol):
+    """Two queues in front of the same replicas (``policy.canary``), as each of them sees it."""
+
+    def touch(self, numbers: Iterable[int]) -> None:
+        """These are to be filled before the step is over."""
+        ...
+
+    def others_wait(self, queue: Tiered, hosts: tuple[Host, ...]) -> list[int]:
+        """Of ``hosts``, those for which something waits in the other queue."""
+        ...
+
+    def other(self, queue: Tiered) -> Tiered:
+        """Both learn from how long things take, whoever sent them."""
+        ...
+
+    def queued(self) -> int:
+        """What waits in both."""
+        ...
+
+    def ahead_ns(self, queue: Tiered, pool: Pool, job: Job) -> int:
+        """``Pool.ahead_ns`` with both queues, and this one's share."""
+        ...
+
+    def started(self, queue: Tiered, number: int, work_ns: int) -> None:
+        """Something that waited in ``queue`` was sent, and takes so much of the replica's time."""
+        ...
 
 
 class HostState(msgspec.Struct, array_like=True):
@@ -74,14 +111,16 @@ class Tiered:
         close: told of every request that ends here, just after the facts have closed it; gives
             what its caller hears.
         sent: told of everything sent, with the time in ns until something is heard of it.
+        leader: the queue of the policy that rules, where this is a candidate's. What a replica
+            has in its cache is known by both.
     """
 
     __slots__ = (
         "_assumed", "_bytes_per_token_most", "_close", "_complexity", "_engine_priority",
-        "_facts", "_latest", "_optimism", "_parameters", "_pools", "_prefills", "_queued_again",
-        "_reserve_permille", "_retrying", "_sent", "_serving_embeddings", "_serving_text",
-        "_shares", "_shedding", "_waits", "counting", "gone", "hosts", "jobs", "lighter_model",
-        "offered", "placer", "queued", "stranded", "tags",
+        "_facts", "_inflight", "_latest", "_leader", "_optimism", "_parameters", "_pools",
+        "_prefills", "_reserve_permille", "_retrying", "_sent", "_serving_embeddings",
+        "_serving_text", "_shares", "_shedding", "_waits", "counting", "gone", "hosts", "jobs",
+        "lighter_model", "offered", "placer", "queued", "queued_again", "split", "stranded", "tags",
     )  # fmt: skip
 
     def __init__(
@@ -90,7 +129,12 @@ class Tiered:
         facts: Facts,
         close: Callable[[int, Open, Settled], Settled],
         sent: Callable[[int, int, int, int], None],
+        leader: Tiered | None = None,
     ) -> None:
+        self._leader = leader
+        self.split: Split | None = None
+        """Set while another queue is in front of the same replicas."""
+        self._inflight = parameters.inflight
         tiers = parameters.tiers
         self._parameters = parameters
         self._facts = facts
@@ -123,7 +167,7 @@ class Tiered:
         self._serving_embeddings: dict[str, tuple[Host, ...]] = {}
         self._pools: dict[tuple[int, ...], Pool] = {}
         self.queued = 0
-        self._queued_again = 0
+        self.queued_again = 0
         """How many of them wait for a replica that has not failed them yet."""
         self._retrying = 0
         # Observed over predicted, in 1/1024. Waits begin at a half: nothing is shed on a guess.
@@ -172,12 +216,11 @@ class Tiered:
         serve it."""
         facts = self._facts
         self.gone = gone
-        inflight = self._parameters.inflight
-        entries_max = self._parameters.history.prefix_entries_max
+        inflight = self._inflight
         for number, known in facts.replicas.items():
             host = self.hosts.get(number)
             if host is None or host.replica is not known:
-                self._add_host(Host(known, inflight, PrefixTable(entries_max)), now_ns)
+                self._add_host(Host(known, inflight, self._new_table(number)), now_ns)
             elif host.spec is not known.spec:  # it came back with work in flight
                 self._add_host(Host(known, inflight, host.prefixes), now_ns)
         kept = [(number, host) for number, host in self.hosts.items() if number in facts.replicas]
@@ -188,6 +231,18 @@ class Tiered:
         host.reserve(self._reserve_permille)
         self.hosts[host.number] = host
         self.placer.refresh(host, now_ns)
+
+    def _new_table(self, number: int) -> PrefixTable:
+        if self._leader is not None:
+            return self._leader.hosts[number].prefixes
+        return PrefixTable(self._parameters.history.prefix_entries_max)
+
+    def aim(self, inflight: Inflight) -> None:
+        """Other targets for what is in flight on each replica, or none but the parameters'."""
+        self._inflight = inflight
+        for host in self.hosts.values():
+            host.aim(inflight)
+            host.reserve(self._reserve_permille)
 
     def reserve(self, permille: int) -> None:
         """Keep this part of every replica for Turbo."""
@@ -250,16 +305,24 @@ class Tiered:
         if job.prefill_ns > 0:
             took_ns = now_ns - (opened.dispatched_ns or 0)
             self._prefills.add(took_ns * UNIT // job.prefill_ns, self._optimism)
+            if self.split is not None:
+                other = self.split.other(self)
+                other._prefills.add(took_ns * UNIT // job.prefill_ns, other._optimism)
 
     def finished(self, now_ns: int, opened: Open, usage: Finished) -> Job:
         """Learn from an answer; the request stays where it is in the books."""
         job = self.jobs[usage.request]
+        self._observe(now_ns, opened, job, usage)
+        if self.split is not None:
+            self.split.other(self)._observe(now_ns, opened, job, usage)
+        return job
+
+    def _observe(self, now_ns: int, opened: Open, job: Job, usage: Finished) -> None:
         if not job.lighter:
             self._complexity.observe(opened.event, job.sla, usage)
         predicted_ns = job.prefill_ns + usage.output_tokens * job.step_ns
         host = self.hosts[usage.replica]
         self.placer.observe(now_ns, host, now_ns - (opened.dispatched_ns or 0), predicted_ns)
-        return job
 
     def answered(self, opened: Open, job: Job) -> None:
         """Its replica is done with it, but its caller is not told yet."""
@@ -361,6 +424,8 @@ class Tiered:
         avoid: tuple[int, ...] | list[int],
     ) -> Dispatch | None:
         """To the replica with room where it is done soonest; None if none has room."""
+        if self.split is not None:
+            avoid = [*avoid, *self.split.others_wait(self, hosts)]
         best = self.placer.choose(hosts, job, avoid, opened.event.model)
         if best is None:
             return None
@@ -398,7 +463,8 @@ class Tiered:
         shedding = self._parameters.shedding
         pool = self._pool(hosts)
         host = hosts[0]
-        if self.queued >= shedding.queue_max:
+        queued = self.queued if self.split is None else self.split.queued()
+        if queued >= shedding.queue_max:
             retry_after_ns = shedding.retry_after_most_ms * NS_PER_MS
             return self._shed(now_ns, opened, job, "queue_full", retry_after_ns)
         tags = self.tags
@@ -409,10 +475,10 @@ class Tiered:
         recent = self._facts.users.get(event.user) if event.user else None
         job.order_ns = tags.order_ns(job, opened.arrived_ns, recent)
         if self._shedding or job.tier == TURBO:
-            job.ahead_ns = pool.ahead_ns(job.tier, job.order_ns)
+            job.ahead_ns = self._ahead_ns(pool, job)
         if tags.lends(job.tier, job.flops, job.ahead_ns):
             job.tier = LENT
-            job.ahead_ns = pool.ahead_ns(LENT, job.order_ns)
+            job.ahead_ns = self._ahead_ns(pool, job)
         if pool.queued:
             if not pool.blocked_for(job.tier, job.long):
                 avoid = [*pool.holds, *opened.tried, *self._claimed(pool, job.tier)]
@@ -439,8 +505,14 @@ class Tiered:
             self._join(pool)
         pool.push(job)
         self.queued += 1
-        self._queued_again += bool(opened.tried)
+        self.queued_again += bool(opened.tried)
         return []
+
+    def _ahead_ns(self, pool: Pool, job: Job) -> int:
+        """The wait of a job, if all replicas work at full speed and none comes later."""
+        if self.split is None:
+            return pool.ahead_ns(job.tier, job.order_ns)
+        return self.split.ahead_ns(self, pool, job)
 
     def _claimed(self, pool: Pool, tier: int) -> list[int]:
         """Replicas that a request which others have failed waits for, in this tier or above."""
@@ -453,7 +525,10 @@ class Tiered:
     def refill(self, now_ns: int, replicas: tuple[int, ...] | list[int]) -> Decisions:
         """Something became free on these replicas: send what waits for them, in its turn."""
         decisions: Decisions = []
-        again = self._queued_again
+        if self.split is not None:  # it is the other queue's turn, perhaps
+            self.split.touch(replicas)
+            return decisions
+        again = self.queued_again
         self._fill(now_ns, replicas, decisions)
         sent = -1
         while again and len(decisions) > sent:
@@ -475,8 +550,50 @@ class Tiered:
                 pool = self._next_pool(number, spent)
                 if pool is None:
                     break
-                if not self._send_next(now_ns, pool, host, decisions):
+                if self._send_next(now_ns, pool, host, decisions) != MOVED:
                     spent.append(pool)
+
+    def waits_on(self, number: int) -> bool:
+        """Does anything wait for the replica that may go there?"""
+        if not self.queued:
+            return False
+        host = self.hosts.get(number)
+        if host is None or host.out or not host.replica.ready or number in self.gone:
+            return False
+        return any(pool.queued and number in pool.replicas for pool in self._pools.values())
+
+    def urgency(self, number: int) -> tuple[int, int, int]:
+        """Of what would be sent next to a replica that something waits for; the least goes
+        first."""
+        pool = self._next_pool(number, [])
+        assert pool is not None
+        job, _, _ = next(pool.turns())
+        return job.tier, job.order_ns, job.request
+
+    def send_one(self, now_ns: int, number: int, decisions: Decisions, passed: Passed) -> int:
+        """Send the next request that waits for the replica, if it has room.
+
+        Args:
+            passed: heads of lanes, of either queue, that were passed by in this turn.
+        """
+        host = self.hosts[number]
+        spent: list[Pool] = []
+        outcome = NOTHING
+        while not host.out and host.replica.in_flight < host.sequences_most:
+            pool = self._next_pool(number, spent)
+            if pool is None:
+                return outcome
+            came = self._send_next(now_ns, pool, host, decisions, passed)
+            if came == MOVED:
+                return came
+            outcome = max(outcome, came)
+            spent.append(pool)
+        return outcome
+
+    def pool_ahead_ns(self, replicas: tuple[int, ...], tier: int, order_ns: int) -> int:
+        """``Pool.ahead_ns`` of what waits here for just these replicas."""
+        pool = self._pools.get(replicas)
+        return 0 if pool is None else pool.ahead_ns(tier, order_ns)
 
     def _next_pool(self, number: int, spent: list[Pool]) -> Pool | None:
         """The pool with work for the replica that was served least."""
@@ -491,35 +608,53 @@ class Tiered:
                 best = pool
         return best
 
-    def _send_next(self, now_ns: int, pool: Pool, host: Host, decisions: Decisions) -> bool:
+    def _send_next(
+        self,
+        now_ns: int,
+        pool: Pool,
+        host: Host,
+        decisions: Decisions,
+        passed: Passed | None = None,
+    ) -> int:
         """Send the pool's next request that the replica has room for, if there is one."""
         number = host.replica.spec.replica
         for job, lane, payer in pool.turns():
+            if passed is not None and passed.get(lane, LAST) < (job.order_ns, job.request):
+                continue  # one lane for both queues: its head stays where it is
             if self._shedding and job.latest_ns < now_ns:
                 self._shed_late(now_ns, job, decisions)
-                return True  # the turns are others now
+                return MOVED  # the turns are others now
             opened = self._facts.open[job.request]
             if number in opened.tried:
+                _pass(passed, lane, job)
                 continue
             need = host.need(job.prompt_tokens, job.output_tokens, job.keys, job.block_tokens)
             room = host.room(need, payer >= 0 or job.tier <= LENT)
             if room == FREE:
                 self._unqueue(job, pool)
                 pool.started(job.tier, job.flops, job.tier if payer < 0 else payer)
-                if self._shedding:
-                    took_ns = (now_ns - job.queued_ns) * UNIT
-                    self._waits.add(took_ns // max(job.ahead_ns, NS_PER_MS), self._optimism)
+                if self.split is not None:
+                    self.split.started(self, number, job.work_ns)
+                if self._shedding and (self.split is None or job.queued_ns != now_ns):
+                    waited = (now_ns - job.queued_ns) * UNIT // max(job.ahead_ns, NS_PER_MS)
+                    self._waits.add(waited, self._optimism)
+                    if self.split is not None:
+                        other = self.split.other(self)
+                        other._waits.add(waited, other._optimism)
                 choice = (host, need, host.prefill_ticks(need), host.step_ticks())
                 decisions.append(self._dispatched(now_ns, opened, job, choice))
-                return True
+                return MOVED
             if room == CAPPED or (payer >= 0 and not pool.insists(job, payer, now_ns)):
+                if room == CAPPED:
+                    _pass(passed, lane, job)
                 continue
             if room == FULL:
                 if pool.holds[lane] >= 0 and pool.holds[lane] != number:
+                    _pass(passed, lane, job)
                     continue  # room is being made for it elsewhere
                 pool.holds[lane] = number
-            return False
-        return False
+            return HELD
+        return NOTHING
 
     # Failures
 
@@ -537,9 +672,8 @@ class Tiered:
         host = self.hosts.get(opened.replica)
         gone = kind in LOST or host is None or host.out
         if not opened.tried and not gone:
-            budget = max(
-                retries.budget_least, len(self._facts.open) * retries.budget_permille // 1000
-            )
+            count = len(self._facts.open if self.split is None else self.jobs)
+            budget = max(retries.budget_least, count * retries.budget_permille // 1000)
             if self._retrying >= budget:
                 return False
         return any(
@@ -626,7 +760,7 @@ class Tiered:
         job.queued = False
         pool.remove(job)
         self.queued -= 1
-        self._queued_again -= bool(self._facts.open[job.request].tried)
+        self.queued_again -= bool(self._facts.open[job.request].tried)
         if len(self._latest) > 64 + 4 * self.queued:
             # Most entries are of jobs that started in time: drop them.
             self._latest = [entry for entry in self._latest if self._waits_still(entry)]
@@ -701,7 +835,7 @@ class Tiered:
                 if opened.cause:  # its own model is what it is kept from
                     job.queued = False
                     self.queued -= 1
-                    self._queued_again -= bool(opened.tried)
+                    self.queued_again -= bool(opened.tried)
                     self.forget(opened)
                     self.stranded.append(opened)
                     continue
@@ -710,7 +844,7 @@ class Tiered:
             if all(host.number in opened.tried for host in hosts):
                 job.queued = False
                 self.queued -= 1
-                self._queued_again -= bool(opened.tried)
+                self.queued_again -= bool(opened.tried)
                 decisions += self._unserved(now_ns, opened, NAMES[job.tier])
             else:
                 self._pool(hosts).push(job)
@@ -721,25 +855,36 @@ class Tiered:
     def adopt(self, before: Tiered, now_ns: int) -> list[Open]:
         """Take over from a queue with other parameters: what is in flight keeps the terms it was
         sent on. Returns what waits, in order of arrival: it is to be judged anew."""
+        self.learn(before, now_ns)
+        for host in self.hosts.values():
+            host.prefixes.entries_max = self._parameters.history.prefix_entries_max
+        return self.take_in(before)
+
+    def learn(self, before: Tiered, now_ns: int) -> None:
+        """Know of the replicas, and of how long things take, what a queue with other parameters
+        does."""
         self.gone = before.gone
         self.counting = before.counting
         self.offered = before.offered
-        inflight = self._parameters.inflight
         for host in before.hosts.values():
-            host.prefixes.entries_max = self._parameters.history.prefix_entries_max
-            taken = Host(host.replica, inflight, host.prefixes)
+            taken = Host(host.replica, self._inflight, host.prefixes)
             taken.pace_ppm, taken.paced_ns = host.pace_ppm, host.paced_ns
             taken.out, taken.probing = host.out, host.probing
             self._add_host(taken, now_ns)
         old, new = before._parameters, self._parameters
         if (old.estimates, old.history) == (new.estimates, new.history):
-            self._complexity.load(before._complexity.state())
+            self._complexity.load(copied(before._complexity.state()))
         if old.placement == new.placement:
             self.placer.load(before.placer.state())
-        self._waits, self._prefills = before._waits, before._prefills
-        self._assumed = before._assumed
+        self._waits, self._prefills = copied(before._waits), copied(before._prefills)
+
+    def take_in(self, other: Tiered) -> list[Open]:
+        """Take over what a queue with other parameters sent, on the terms it was sent on. Returns
+        what waits there, in order of arrival: it is to be judged anew."""
+        self._assumed += other._assumed
+        heapify(self._assumed)
         waiting: list[Open] = []
-        for request, job in before.jobs.items():
+        for request, job in other.jobs.items():
             opened = self._facts.open[request]
             if job.queued:
                 waiting.append(opened)
@@ -747,6 +892,13 @@ class Tiered:
                 self.jobs[request] = job
                 self._retrying += bool(opened.tried)
         return waiting
+
+    def rule(self, close: Callable[[int, Open, Settled], Settled]) -> None:
+        """It is no candidate's queue any more: it leads, and ``close`` is told what ends here."""
+        self._close = close
+        self._leader = None
+        for host in self.hosts.values():
+            host.prefixes.entries_max = self._parameters.history.prefix_entries_max
 
     # What people and snapshots see
 
@@ -772,8 +924,7 @@ class Tiered:
             [pool.state() for pool in self._pools.values()],
             [
                 HostState(
-                    number, list(host.prefixes.entries), list(host.prefixes.entries.values()),
-                    host.prefixes.held_tokens,
+                    number, *self._prefixes(host),
                     host.pace_ppm, host.paced_ns - now_ns, host.penalties, host.factor,
                     host.throttled,
                 )
@@ -795,9 +946,14 @@ class Tiered:
             [(pool, *load) for pool, load in sorted(self.offered.items())],
         )  # fmt: skip
 
+    def _prefixes(self, host: Host) -> tuple[list[int], list[int], int]:
+        if self._leader is not None:  # whose state has them
+            return [], [], 0
+        table = host.prefixes
+        return list(table.entries), list(table.entries.values()), table.held_tokens
+
     def load(self, state: TieredState, now_ns: int) -> None:
         """Go on from a state; the facts have been restored already."""
-        parameters = self._parameters
         facts = self._facts
         self.gone = frozenset(state.gone)
         self._reserve_permille = state.reserve_permille
@@ -805,11 +961,12 @@ class Tiered:
         self.offered = {pool: (tokens, work_ns) for pool, tokens, work_ns in state.offered}
         self.placer.load(state.placer)
         for saved in state.hosts:
-            prefixes = PrefixTable(parameters.history.prefix_entries_max)
-            prefixes.entries = dict(zip(saved.prefix_keys, saved.prefix_values, strict=True))
-            prefixes.held_tokens = saved.held_tokens
+            prefixes = self._new_table(saved.replica)
+            if self._leader is None:
+                prefixes.entries = dict(zip(saved.prefix_keys, saved.prefix_values, strict=True))
+                prefixes.held_tokens = saved.held_tokens
             known = facts.replicas[saved.replica]
-            host = Host(known, parameters.inflight, prefixes)
+            host = Host(known, self._inflight, prefixes)
             host.pace_ppm, host.paced_ns = saved.pace_ppm, saved.paced_ns + now_ns
             host.penalties = saved.penalties
             host.factor, host.throttled = saved.factor, saved.throttled
@@ -825,7 +982,7 @@ class Tiered:
             self._retrying += bool(opened.tried)
             if job.queued:
                 self.queued += 1
-                self._queued_again += bool(opened.tried)
+                self.queued_again += bool(opened.tried)
                 self._pool(self._hosts_for(opened.event, job)).push(job)
                 if self._shedding:
                     heappush(self._latest, (job.latest_ns, job.request))
@@ -835,6 +992,16 @@ class Tiered:
         self._waits = state.waits
         self._prefills = state.prefills
         self._assumed = [(at + now_ns, request, number) for at, request, number in state.assumed]
+
+
+def _pass(passed: Passed | None, lane: int, job: Job) -> None:
+    if passed is not None:
+        passed[lane] = min(passed.get(lane, LAST), (job.order_ns, job.request))
+
+
+def copied(state: State) -> State:
+    """All of it anew, so that nothing is shared."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=type(state))
 
 
 def _shifted(job: Job, by_ns: int) -> Job:

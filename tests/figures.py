@@ -54,6 +54,14 @@ def write_figures(path: Path, figures: Sequence[Figure]) -> None:
     path.write_text(json.dumps({"figures": rows}, indent=2) + "\n", encoding="utf-8")
 
 
+def read_figures(path: Path) -> list[Figure]:
+    """What ``write_figures`` left there; none, if it never did."""
+    if not path.is_file():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return [Figure(**{key: row[key] for key in Figure.__dataclass_fields__}) for row in rows]
+
+
 def show(figures: Iterable[Figure]) -> None:
     """Print them as a table."""
     table = Table("figure", "value", "goal", "", "how")

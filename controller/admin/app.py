@@ -6,16 +6,19 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
-from controller.admin.status import alerts_of, policy_hash, status_of
+from controller.admin.status import alerts_of, status_of
 from controller.admin.token import Gate
+from controller.deployment.papers import Papers, Refusal, read_policy
 from controller.openapi import published
-from policy.files import FileError, parse_policy
-from policy.parameters import render
+from controller.store.database import DatabaseError
+from policy.files import FileError
+from policy.parameters import policy_hash, render
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from controller.admin.stats import Stats
     from controller.config import Settings
+    from controller.deployment.manager import Deployments
     from controller.driver import Driver
     from policy.parameters import Parameters
 
@@ -30,21 +34,36 @@ if TYPE_CHECKING:
 
 BODY_BYTES_MOST = 128 * 1024
 """A policy file with all its comments has a fifth of it."""
-NESTING_MOST = 32
+DEPLOY_BYTES_MOST = 16 * 1024 * 1024
+"""A policy, its evidence, and a packed decision log."""
+OVERRIDE = "x-twinkeel-override"
+OVERRIDE_MOST = 500
+_STATUS = {
+    "refused": 422, "invalid_policy": 400, "invalid_plan": 400, "no_such_deployment": 404,
+    "changed_meanwhile": 412,
+}  # fmt: skip
+"""Of refusals; 409 of the others: the present state does not allow it."""
+HISTORY_MOST = 100
 BODY_S_MOST = 10.0
 OPEN_PATHS = frozenset({"/live", "/ready"})
 """What a load balancer or a kubelet asks, without a token."""
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _SEGMENT = re.compile(r"decisions\.[0-9]{1,12}\.log")
 LOGGER = logging.getLogger("twinkeel")
 
 
+class Back(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request to roll back."""
+
+    why: Annotated[str, Meta(max_length=OVERRIDE_MOST)] = "an operator asked for it"
+    to: Annotated[int, Meta(ge=0, le=1_000_000_000)] | None = None
+    """Number of the deployment whose policy is to rule; null: what ruled before."""
+
+
 class History(Protocol):
     """Which policies were in force when (``controller.store.database``)."""
-
-    def record_policy(self, parameters: Parameters, source: str) -> object:
-        """From now on this one is; returns when it is safe."""
 
     def policies(self) -> Sequence[Mapping[str, object]]:
         """All of them, the youngest first."""
@@ -69,6 +88,7 @@ class Sources:
     metrics: Callable[[], tuple[bytes, str]]
     """Prometheus text and its content type."""
     history: History
+    deployments: Deployments
     ready: Callable[[], str]
     """Why it is not ready to take requests; empty: it is."""
     drain: Callable[[], object]
@@ -105,6 +125,11 @@ def make_app(sources: Sources) -> web.Application:
             web.get("/policy", admin.policy),
             web.put("/policy", admin.put_policy),
             web.get("/policies", admin.policies),
+            web.get("/deployments", admin.deployments),
+            web.post("/deployments", admin.deploy),
+            web.get("/deployments/current", admin.current),
+            web.post("/deployments/current/rollback", admin.roll_back),
+            web.get("/deployments/{id}/diff", admin.diff),
             web.post("/drain", admin.drain),
             web.get("/log", admin.log),
             web.get("/log/{name}", admin.segment),
@@ -119,7 +144,6 @@ class _Admin:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._openapi = published("controller.admin")
-        self._switching = asyncio.Lock()
 
     async def live(self, request: web.Request) -> web.StreamResponse:
         """The process answers."""
@@ -144,7 +168,7 @@ class _Admin:
         return _json(
             status_of(
                 sources.settings, driver, sources.stats, state, sources.waiting(),
-                sources.observed(), sources.shadow,
+                sources.observed(), sources.shadow, sources.deployments.said(),
             )
         )  # fmt: skip
 
@@ -165,50 +189,49 @@ class _Admin:
         return web.Response(body=text.encode(), headers=headers)
 
     async def put_policy(self, request: web.Request) -> web.StreamResponse:
-        """Another policy file takes over: what is in flight keeps its terms, what waits is judged
-        anew."""
-        try:
-            async with asyncio.timeout(BODY_S_MOST):
-                body = await request.read()
-        except TimeoutError:
-            return _error(408, "body_timeout", f"the body was not there within {BODY_S_MOST:.0f} s")
+        """Another policy file takes over at once, whatever is known of it: only with a reason."""
+        override = request.headers.get(OVERRIDE, "").strip()[:OVERRIDE_MOST]
+        if not override:
+            return _error(
+                403, "override_needed",
+                f"a policy comes into force by POST /deployments, with its evidence; the header"
+                f" {OVERRIDE} with the reason puts it in force at once, and is told to everyone",
+            )  # fmt: skip
+        body = await _body(request)
         # A large document takes long to parse: requests pass meanwhile.
-        parsed = await asyncio.to_thread(_parsed, body)
-        if isinstance(parsed, str):
-            return _error(400, "invalid_policy", parsed)
-        async with self._switching:
-            return await self._switch(parsed, request.headers.get("If-Match", ""))
+        parameters = await asyncio.to_thread(read_policy, body)
+        expected = request.headers.get("If-Match", "").strip('"')
+        old_hash = await self._sources.deployments.put(parameters, override, expected)
+        return _json(
+            {"name": parameters.name, "hash": policy_hash(parameters), "old_hash": old_hash}
+        )
 
-    async def _switch(self, parameters: Parameters, expected: str) -> web.StreamResponse:
-        driver = self._sources.driver
-        old = driver.parameters
-        old_hash, new_hash = policy_hash(old), policy_hash(parameters)
-        if expected and expected.strip('"') not in ("*", old_hash):
-            return _error(
-                412, "changed_meanwhile", f"the policy in force is {old_hash}, not {expected}"
-            )
-        if self._sources.settings.observe:
-            return _error(
-                409,
-                "observing",
-                f"this controller only observes, so {parameters.name} cannot be put in force:"
-                " start it without --observe",
-            )
-        if parameters.discipline != old.discipline:
-            return _error(
-                409,
-                "discipline_changed",
-                f"the discipline is {old.discipline} and cannot become {parameters.discipline}"
-                " while requests are open: restart with the new policy file",
-            )
-        if new_hash != old_hash:
-            try:
-                driver.switch(parameters)
-            except ValueError as error:
-                return _error(409, "switch_refused", str(error))
-            record = self._sources.history.record_policy
-            await asyncio.to_thread(record, parameters, "admin")
-        return _json({"name": parameters.name, "hash": new_hash, "old_hash": old_hash})
+    async def deploy(self, request: web.Request) -> web.StreamResponse:
+        """Bring a policy into force, stage by stage."""
+        body = await _body(request.clone(client_max_size=DEPLOY_BYTES_MOST))
+        papers = msgspec.json.decode(body, type=Papers)
+        return _json(await self._sources.deployments.deploy(papers, "admin"), 202)
+
+    async def deployments(self, request: web.Request) -> web.StreamResponse:
+        """The history: each deployment with every step it took, the youngest first."""
+        return _json({"deployments": await self._sources.deployments.rows(HISTORY_MOST)})
+
+    async def current(self, request: web.Request) -> web.StreamResponse:
+        """What is under way; null: nothing is."""
+        return _json({"current": self._sources.deployments.current()})
+
+    async def roll_back(self, request: web.Request) -> web.StreamResponse:
+        """Let the policy from before rule again."""
+        back = msgspec.json.decode(await _body(request) or b"{}", type=Back)
+        return _json(await self._sources.deployments.roll_back(back.why, back.to))
+
+    async def diff(self, request: web.Request) -> web.StreamResponse:
+        """What a deployment changed, or how its policy differs from that of another, ``?from=``."""
+        number, other = request.match_info["id"], request.query.get("from")
+        if not _NUMBER.fullmatch(number) or not (other is None or _NUMBER.fullmatch(other)):
+            return _error(404, "no_such_deployment", "a deployment's number is expected")
+        before = None if other is None else int(other)
+        return _json(await self._sources.deployments.diff(int(number), before))
 
     async def policies(self, request: web.Request) -> web.StreamResponse:
         """By name and hash; the text of the one in force is at ``/policy``."""
@@ -251,31 +274,12 @@ class _Admin:
         return web.Response(body=self._openapi, content_type="application/json")
 
 
-def _parsed(body: bytes) -> Parameters | str:
-    """The policy, or what is wrong with the text."""
+async def _body(request: web.BaseRequest) -> bytes:
     try:
-        text = body.decode("utf-8")
-        if _nesting(text) > NESTING_MOST:  # the parser's time grows with the square of it
-            return "the policy: is nested too deeply"
-        return parse_policy(text, "the policy")
-    except UnicodeDecodeError as error:
-        return f"the policy: is no valid UTF-8 at byte {error.start}"
-    except FileError as error:
-        return str(error)
-    except RecursionError:
-        return "the policy: is nested too deeply"
-    except (ValueError, TypeError, OverflowError) as error:
-        # YAML's own conversions, such as of a date that no calendar has.
-        return f"the policy: {error}"
-
-
-def _nesting(text: str) -> int:
-    """Brackets open at once, those in comments and texts included."""
-    depth = deepest = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
-        deepest = max(deepest, depth)
-    return deepest
+        async with asyncio.timeout(BODY_S_MOST):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
 
 
 def _is_segment(path: Path) -> bool:
@@ -289,9 +293,10 @@ def _json(value: Any, status: int = 200) -> web.Response:
     )
 
 
-def _error(status: int, code: str, message: str) -> web.Response:
-    """The same shape as the public API's errors."""
-    return _json({"error": {"message": message, "type": "admin_error", "code": code}}, status)
+def _error(status: int, code: str, *reasons: str) -> web.Response:
+    """The same shape as the public API's errors, and each reason by itself."""
+    error = {"message": "; ".join(reasons), "type": "admin_error", "code": code}
+    return _json({"error": {**error, "reasons": reasons}}, status)
 
 
 @web.middleware
@@ -303,6 +308,15 @@ async def _answers(request: web.Request, handler: Handler) -> web.StreamResponse
         answer = _error(error.status, _code(error), error.reason)
         if "Allow" in error.headers:
             answer.headers["Allow"] = error.headers["Allow"]
+    except Refusal as refusal:
+        answer = _error(_STATUS.get(refusal.code, 409), refusal.code, *refusal.reasons)
+    except FileError as error:
+        answer = _error(400, "invalid_policy", str(error))
+    except msgspec.MsgspecError as error:
+        answer = _error(400, "invalid_body", str(error))
+    except DatabaseError as error:
+        LOGGER.error("%s", error)
+        answer = _error(503, "database", "it could not be written down, so it was not done")
     except asyncio.CancelledError:
         raise
     except Exception:

@@ -31,6 +31,8 @@ def tables(status: Status) -> Iterator[RenderableType]:
         f" up {_span(status.uptime_s)}; {status.open_requests} open,"
         f" {status.settled_requests} settled, {status.lost_requests} lost in a crash before"
     )
+    if status.deployment:
+        yield Text(f"being deployed: {status.deployment} (see twinkeel policy status)")
     if status.refused_events:
         yield Text(
             f"{status.refused_events} events were refused as illegal: please report it", style=_BAD

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from controller.telemetry import timing
 from controller.telemetry.timing import NS_PER_MS
-from policy.parameters import Parameters, canonical
+from policy.parameters import policy_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from controller.config import Settings
     from controller.driver import Driver
     from controller.upstream.replica import Replica
+    from policy.parameters import Parameters
 
 HOPS = (*timing.HOPS, "rest", "total")
 TIERS = ("turbo", "lent", "stable", "batch", "fallback", "held")
@@ -146,11 +146,8 @@ class Status(msgspec.Struct, frozen=True):
     """With ``--observe``: what the policy would have done, by what and how often."""
     shadow: PolicyView | None = None
     """With ``--observe``: the policy that would have."""
-
-
-def policy_hash(parameters: Parameters) -> str:
-    """SHA-256 of what the policy file says, however it is written."""
-    return sha256(canonical(parameters).encode()).hexdigest()
+    deployment: str = ""
+    """What is being deployed, and how far it is; empty: nothing."""
 
 
 def status_of(
@@ -161,6 +158,7 @@ def status_of(
     waiting: Mapping[str, int],
     observed: Mapping[str, int] | None,
     shadow: Parameters | None = None,
+    deployment: str = "",
 ) -> Status:
     """The present state. Costs about a millisecond for each 1000 open requests."""
     parameters = driver.parameters
@@ -189,6 +187,7 @@ def status_of(
         scaling={pool: scaled.replicas for pool, scaled in sorted(stats.scaled.items())},
         observed=None if observed is None else dict(observed),
         shadow=None if shadow is None else _policy(shadow),
+        deployment=deployment,
     )
 
 

@@ -16,14 +16,18 @@ from controller.gateway import editing, errors
 from controller.gateway.streams import CallerGone, let_go
 from controller.store.database import Database, DatabaseError
 from controller.telemetry.timing import server_timing, timing_object
+from policy.canary import HASH_DIGITS
+from policy.parameters import policy_hash
 
 if TYPE_CHECKING:
     from controller.call import Call
     from controller.driver import Driver
     from controller.gateway.answers import Answers
     from policy.decisions import Settled
+    from policy.parameters import Parameters
 
 JSON = "application/json"
+POLICY = "x-twinkeel-policy"
 SMALL_BYTES = 32 * 1024
 
 
@@ -41,6 +45,8 @@ class Teller:
         self._extras = driver.features.extras
         self._answers = answers
         self._database = database
+        self._ruling = driver.parameters
+        self._ruling_hash = short_hash(driver.parameters)
 
     async def tell(self, call: Call) -> web.StreamResponse:
         """Tell the caller of a settled request; the response, all of it sent.
@@ -142,6 +148,7 @@ class Teller:
             "x-request-id": call.name,
             "x-twinkeel-request": str(call.request),
             "x-twinkeel-outcome": settled.outcome,
+            POLICY: self._policy(call, settled),
         }
         if settled.tier:
             headers["x-twinkeel-tier"] = settled.tier
@@ -160,9 +167,19 @@ class Teller:
             headers["Server-Timing"] = server_timing(call.hops())
         return headers
 
+    def _policy(self, call: Call, settled: Settled) -> str:
+        """Who decided: the policy that sent it, else the one that would not, else what rules."""
+        if self._driver.parameters is not self._ruling:
+            self._ruling = self._driver.parameters
+            self._ruling_hash = short_hash(self._ruling)
+        return call.policy or settled.policy or self._ruling_hash
+
     def _extra(self, call: Call, settled: Settled) -> dict[str, Any]:
         """The ``twinkeel`` object of an answer."""
-        extra: dict[str, Any] = {"request_id": call.name, "tier": settled.tier or call.tier}
+        extra: dict[str, Any] = {
+            "request_id": call.name, "tier": settled.tier or call.tier,
+            "policy": self._policy(call, settled),
+        }  # fmt: skip
         if settled.confidence_permille >= 0:
             extra["confidence_score"] = settled.confidence_permille / 1000
         if settled.verification:
@@ -186,6 +203,11 @@ class Teller:
         )
         if "cached" in actions and call.asked.endpoint != "embeddings":
             self._answers.keep(call.asked, body, self._driver.now_ns(), settled.confidence_permille)
+
+
+def short_hash(parameters: Parameters) -> str:
+    """A policy's hash, as decisions and answers carry it."""
+    return policy_hash(parameters)[:HASH_DIGITS]
 
 
 def _with_extra(events: list[bytes], extra: dict[str, Any]) -> list[bytes]:

@@ -11,9 +11,9 @@ import secrets
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from controller.store import deployments
 from policy.parameters import canonical
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SCHEMA = 1
+SCHEMA = 2
 KEEP_S = 7 * 86_400.0
 KEEP_BYTES = 1024 * 1024 * 1024
-POLICIES_MOST = 10_000
 BREAKERS_MOST = 10_000
 WAITING_MOST = 1_000
 """Writes that nobody waits for, waiting themselves; more are left out."""
 _PRUNE_S = 60.0
 
-_TABLES = """
+_TABLES = f"""
+{deployments.TABLES}
 CREATE TABLE policies (
     id INTEGER PRIMARY KEY,
     at_s REAL NOT NULL,
@@ -179,19 +179,10 @@ class Database:
         return [one._asdict() for one in self._submit(lambda db: _history(db, 100)).result()]
 
     def _deploy(self, db: sqlite3.Connection, parameters: Parameters, by: str, note: str) -> int:
-        text = canonical(parameters)
-        digest = sha256(text.encode()).hexdigest()
-        cursor = db.execute(
-            "INSERT INTO policies (at_s, name, canonical, sha256, by, note)"
-            " VALUES (?, ?, ?, ?, ?, ?)",
-            (self._wall_s(), parameters.name, text, digest, by, note),
-        )
-        db.execute(
-            "DELETE FROM policies WHERE id NOT IN (SELECT id FROM policies ORDER BY id DESC"
-            " LIMIT ?)",
-            (POLICIES_MOST,),
-        )
-        return _row_id(cursor)
+        last = _history(db, 1)
+        against = last[0].canonical if last else ""
+        new = deployments.New(by, parameters.name, canonical(parameters), against)
+        return deployments.put_in_force(db, new, self._wall_s(), note)
 
     # Breakers
 
@@ -327,11 +318,12 @@ class Database:
     def _check(self, connection: sqlite3.Connection) -> None:
         (schema,) = connection.execute("PRAGMA user_version").fetchone()
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if schema == 0 and not tables:
+        wanted = _TABLES if schema == 0 and not tables else ""
+        if schema == 1:
+            wanted = deployments.FROM_SCHEMA_1
+        if wanted:
             with connection:
-                connection.executescript(
-                    f"BEGIN; {_TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;"
-                )
+                connection.executescript(f"BEGIN; {wanted} PRAGMA user_version = {SCHEMA}; COMMIT;")
         elif schema != SCHEMA:
             raise DatabaseError(
                 f"{self.path}: schema {schema} is not known, this version reads schema {SCHEMA}:"
@@ -361,8 +353,3 @@ def _keep_breaker(db: sqlite3.Connection, row: tuple[object, ...]) -> None:
 def _checkpoint_bytes(db: sqlite3.Connection) -> int:
     (size,) = db.execute("SELECT coalesce(sum(length(answer)), 0) FROM checkpoints").fetchone()
     return int(size)
-
-
-def _row_id(cursor: sqlite3.Cursor) -> int:
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Annotated, Literal
 
 import msgspec
@@ -73,6 +74,11 @@ class Parameters(Section, frozen=True, forbid_unknown_fields=True):
 def canonical(parameters: Parameters) -> str:
     """One text per policy, whatever file it came from: JSON, with every key in order."""
     return msgspec.json.encode(parameters, order="sorted").decode()
+
+
+def policy_hash(parameters: Parameters) -> str:
+    """SHA-256, in hexadecimal, of what the policy file says, however it is written."""
+    return sha256(canonical(parameters).encode()).hexdigest()
 
 
 def from_canonical(text: str) -> Parameters:

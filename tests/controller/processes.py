@@ -159,12 +159,18 @@ class Controller:
     def data(self) -> Path:
         return self.settings.data_path
 
-    def admin(self, method: str, path: str, document: object = None) -> tuple[int, bytes]:
+    def admin(
+        self, method: str, path: str, document: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
         """Ask the admin API, with its token."""
         return http(
             method, f"{self.admin_url}{path}", document,
-            {"Authorization": f"Bearer {self.admin_token}"},
+            {"Authorization": f"Bearer {self.admin_token}", **(headers or {})},
         )  # fmt: skip
+
+    def put_policy(self, text: str) -> tuple[int, bytes]:
+        """Put a policy in force at once."""
+        return self.admin("PUT", "/policy", text.encode(), {"x-twinkeel-override": "a test"})
 
     def status(self) -> dict[str, Any]:
         status, body = self.admin("GET", "/status")
@@ -257,14 +263,16 @@ def settings_for(urls: Sequence[Any], folder: Path, **how: Any) -> Settings:
     return msgspec.convert({**given, **how}, Settings)
 
 
-def start_controller(settings: Settings, folder: Path) -> Controller:
+def start_controller(
+    settings: Settings, folder: Path, module: str = "tests.controller.processes"
+) -> Controller:
     """A controller in a process of its own, once it listens; again with the same settings, it goes
-    on from its data folder."""
+    on from its data folder. ``module`` is what is run."""
     folder.mkdir(parents=True, exist_ok=True)
     given, ready = folder / "settings.json", folder / "ready.json"
     given.write_bytes(msgspec.json.encode(settings))
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.controller.processes", str(given), str(ready)]
+    command = [sys.executable, "-m", module, str(given), str(ready)]
     controller = Controller(settings, folder, _start(command, folder / "controller.out"))
 
     def listens() -> bool:

@@ -53,7 +53,7 @@ def test_a_policy_put_under_load_rules_is_logged_and_outlives_a_kill(
         caller.start()
     text = controller.admin("GET", "/policy")[1].decode()
     changed = re.sub(r"turbo_promise_ms: \d+", "turbo_promise_ms: 777", text)
-    status, told = controller.admin("PUT", "/policy", changed.encode())
+    status, told = controller.put_policy(changed)
     assert status == 200, told
     for caller in callers:
         caller.join()

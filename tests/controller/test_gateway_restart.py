@@ -50,7 +50,7 @@ def test_killed_under_load_it_comes_back_as_it_was(
     twins: list[Twin], controllers: Controllers
 ) -> None:
     controller = controllers([twin.url for twin in twins])
-    status, said = controller.admin("PUT", "/policy", BREAKS_SOON.encode())
+    status, said = controller.put_policy(BREAKS_SOON)
     assert status == 200, said
     for twin in twins:
         twin.fault("http_500")

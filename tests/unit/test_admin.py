@@ -16,6 +16,7 @@ from controller.admin import Sources, Stats, Status, load_token, make_app
 from controller.admin.token import Gate
 from controller.call import Call, EngineTimes
 from controller.config import Settings, Upstream
+from controller.deployment.manager import Deployments, Tee
 from controller.driver import Clock, Driver
 from controller.gateway.asking import read
 from controller.store.database import Database
@@ -79,10 +80,11 @@ def with_controller(
         )  # fmt: skip
         parameters = load_policy("stable" if shadow is None else "fifo")
         stats = Stats()
-        driver = Driver(
-            settings, build_policy(parameters), parameters, HashLog(), (), Clock(), [stats]
-        )
+        tee = Tee(HashLog())
+        driver = Driver(settings, build_policy(parameters), parameters, tee, (), Clock(), [stats])
         database = Database(folder / "controller.sqlite")
+        deployments = Deployments(settings, driver, tee, database, b"k" * 32)
+        driver.listen(deployments)
         drained: list[str] = []
         app = make_app(
             Sources(
@@ -92,6 +94,7 @@ def with_controller(
                 token=TOKEN,
                 metrics=lambda: (b"twinkeel_up 1\n", "text/plain; version=0.0.4"),
                 history=database,
+                deployments=deployments,
                 ready=lambda: ready,
                 drain=lambda: drained.append("drain"),
                 waiting=lambda: {"turbo": 4, "held": 2},
@@ -102,13 +105,18 @@ def with_controller(
             async with TestClient(TestServer(app)) as client:
                 await work(Controller(client, driver, stats, drained))
         finally:
+            await deployments.close()
             await driver.close()
             database.close()
 
     asyncio.run(whole())
 
 
-GETS = ("/metrics", "/status", "/policy", "/policies", "/log", "/alerts", "/openapi.json")
+GETS = (
+    "/metrics", "/status", "/policy", "/policies", "/deployments", "/deployments/current", "/log",
+    "/alerts", "/openapi.json",
+)  # fmt: skip
+OVERRIDE = {"x-twinkeel-override": "a test wants it"}
 
 
 # Who gets in
@@ -141,7 +149,10 @@ def test_without_the_token_only_liveness_and_readiness_are_told(tmp_path: Path) 
                 assert answer.status == 401, path
                 assert answer.headers["WWW-Authenticate"] == "Bearer"
                 assert (await answer.json())["error"]["code"] == "unauthorized"
-            for method, path in (("PUT", "/policy"), ("POST", "/drain")):
+            for method, path in (
+                ("PUT", "/policy"), ("POST", "/drain"), ("POST", "/deployments"),
+                ("POST", "/deployments/current/rollback"), ("GET", "/deployments/1/diff"),
+            ):  # fmt: skip
                 assert (await controller.ask(path, method, token=token)).status == 401
         assert controller.drained == []
         for path in ("/live", "/ready"):
@@ -338,7 +349,7 @@ def test_a_policy_is_read_changed_and_remembered(tmp_path: Path) -> None:
         changed = text.replace("turbo_max_tflop: 50", "turbo_max_tflop: 60")
         changed = changed.replace("name: stable", "name: mine")
         answer = await controller.ask(
-            "/policy", "PUT", data=changed.encode(), headers={"If-Match": etag}
+            "/policy", "PUT", data=changed.encode(), headers={"If-Match": etag, **OVERRIDE}
         )
         told = await answer.json()
         assert answer.status == 200, told
@@ -348,15 +359,38 @@ def test_a_policy_is_read_changed_and_remembered(tmp_path: Path) -> None:
         status = await controller.json("/status")
         assert status["policy"] == {"name": "mine", "discipline": "tiered", "hash": told["hash"]}
         late = await controller.ask(
-            "/policy", "PUT", data=text.encode(), headers={"If-Match": etag}
+            "/policy", "PUT", data=text.encode(), headers={"If-Match": etag, **OVERRIDE}
         )
         assert late.status == 412
-        again = await controller.ask("/policy", "PUT", data=changed.encode())
+        again = await controller.ask("/policy", "PUT", data=changed.encode(), headers=OVERRIDE)
         assert again.status == 200  # the same once more: no second entry in the history
         history = (await controller.json("/policies"))["policies"]
         assert [(row["name"], row["by"], row["sha256"]) for row in history] == [
             ("mine", "admin", told["hash"])
         ]
+        (alert,) = (await controller.json("/alerts"))["alerts"]
+        assert "by an override: a test wants it" in alert["cause"]
+        (row,) = (await controller.json("/deployments"))["deployments"]
+        assert (row["stage"], row["override"]) == ("done", "a test wants it")
+        diff = await controller.json(f"/deployments/{row['id']}/diff")
+        assert diff["changes"] == [
+            {"key": "name", "before": "stable", "after": "mine"},
+            {"key": "tiers.turbo_max_tflop", "before": 50, "after": 60},
+        ]
+
+    with_controller(tmp_path, work)
+
+
+def test_without_a_reason_no_policy_is_put_in_force(tmp_path: Path) -> None:
+    async def work(controller: Controller) -> None:
+        before = controller.driver.parameters
+        for headers in ({}, {"x-twinkeel-override": "  "}):
+            answer = await controller.ask("/policy", "PUT", data=b"schema: 1\n", headers=headers)
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"]) == (403, "override_needed")
+            assert "POST /deployments" in error["message"]
+        assert controller.driver.parameters is before
+        assert (await controller.json("/deployments")) == {"deployments": []}
 
     with_controller(tmp_path, work)
 
@@ -388,7 +422,7 @@ def test_a_bad_policy_is_refused_with_the_reason(
 ) -> None:
     async def work(controller: Controller) -> None:
         before = controller.driver.parameters
-        answer = await controller.ask("/policy", "PUT", data=body)
+        answer = await controller.ask("/policy", "PUT", data=body, headers=OVERRIDE)
         error = (await answer.json())["error"]
         assert answer.status == status, error
         assert said in error["message"]
@@ -408,7 +442,7 @@ def test_observing_it_says_who_decides_in_shadow_and_takes_no_other(tmp_path: Pa
         assert "In shadow decides stable (tiered" in text
         assert parse_policy(text, "shown") == controller.driver.parameters
         for body in (text.encode(), b"schema: 1\n"):
-            answer = await controller.ask("/policy", "PUT", data=body)
+            answer = await controller.ask("/policy", "PUT", data=body, headers=OVERRIDE)
             error = (await answer.json())["error"]
             assert (answer.status, error["code"]) == (409, "observing")
             assert "without --observe" in error["message"]

@@ -26,6 +26,8 @@ from policy.events import (
     Verified,
 )
 from policy.log import read_segment
+from policy.parameters import canonical
+from policy.service import Service
 from tests.policy_support import MS, QUEUE_ALONE, Checked, S, arrived, parameters, up
 
 if TYPE_CHECKING:
@@ -40,13 +42,15 @@ if TYPE_CHECKING:
 class Stage:
     """A shadow with a clock and timers, told by hand what happens."""
 
-    def __init__(self, folder: Path, params: Parameters) -> None:
-        self.now_ns = 0
+    def __init__(
+        self, folder: Path, params: Parameters, beside: Service | None = None, now_ns: int = 0
+    ) -> None:
+        self.now_ns = now_ns
         self.timers: list[tuple[int, int, Callable[[], None]]] = []
         self.troubles: list[str] = []
         self.folder = folder
         self.shadow = Shadow(
-            params, folder, lambda: self.now_ns, self._schedule, self.troubles.append
+            params, folder, lambda: self.now_ns, self._schedule, self.troubles.append, beside
         )
 
     def _schedule(self, at_ns: int, call: Callable[[], None]) -> None:
@@ -253,28 +257,57 @@ def test_a_fault_in_the_shadow_switches_it_off_and_nothing_else(tmp_path: Path) 
     stage.close()  # what was logged before still audits
 
 
+# In mid-flight
+
+
+def test_beside_a_policy_that_rules_it_knows_what_is_open(tmp_path: Path) -> None:
+    live = Service(parameters(**QUEUE_ALONE, name="live"))
+    live.step(0, up(0, max_num_seqs=1))
+    live.step(MS, arrived(0))
+    live.step(2 * MS, arrived(1))
+    assert [each.replica for each in live.facts.open.values()] == [0, -1]
+    before = live.snapshot()
+    stage = Stage(tmp_path, ONE_AT_A_TIME, live, 5 * MS)
+    assert live.snapshot() == before
+    assert stage.shadow.report()["open"] == 2
+    stage.feed(FirstToken(0, 0), MS)
+    stage.feed(Finished(0, 0, 250, 0, 20), MS)
+    assert outcomes(stage.shadow.report()) == {"answered": 1}
+    stage.feed(FirstToken(1, 0), MS)  # sent, here as there, when its turn came
+    stage.feed(Finished(1, 0, 250, 0, 20), MS)
+    report = stage.shadow.report()
+    assert outcomes(report) == {"answered": 2}
+    assert (report["open"], report["refused_events"], report["compared"]) == (0, 0, 1)
+    events = stage.events()
+    assert events[0] == PolicySwitched(canonical(live.parameters), canonical(ONE_AT_A_TIME))
+    assert not [event for event in events if isinstance(event, Arrived)]
+
+
 # Random walks
 
 
 class Walk(Checked):
-    """A live policy in a random world, with a shadow that is told everything."""
+    """A live policy in a random world, with a shadow that is told everything; without one, first
+    of all, where it is to begin later."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage | None, live: Parameters | None = None) -> None:
         self.stage = stage
         self.refused = 0
         self.started: set[int] = set()
         """Whose first token came."""
-        super().__init__(parameters("fifo"), snapshots=False)
+        super().__init__(live or parameters("fifo"), snapshots=False)
 
     def feed(self, event: Event, after_ns: int = 0) -> tuple[Decision, ...]:
-        self.stage.wait(self.now_ns + after_ns - self.stage.now_ns)
-        if not isinstance(event, Ticked):
-            self.stage.feed(event)
+        stage = self.stage
+        if stage is not None:
+            stage.wait(self.now_ns + after_ns - stage.now_ns)
+            if not isinstance(event, Ticked):
+                stage.feed(event)
         decisions = super().feed(event, after_ns)
         for decision in decisions:
             self.refused += isinstance(decision, Refused)
-            if isinstance(decision, Settled):
-                self.stage.shadow.settled(cast("Any", None), decision)
+            if isinstance(decision, Settled) and stage is not None:
+                stage.shadow.settled(cast("Any", None), decision)
         return decisions
 
 
@@ -325,6 +358,45 @@ def test_whatever_happens_the_log_audits_and_nothing_is_left(
     assert not stage.troubles
     assert report["open"] == 0, "everything has its outcome"
     assert report["arrived"] == len(walk.arrivals) == sum(outcomes(report).values())
+    assert report["refused_events"] <= walk.refused
+    stage.close()
+
+
+@pytest.mark.parametrize("name", sorted(set(CANDIDATES) - {"fifo"}))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 2**32))
+def test_begun_in_mid_flight_it_ends_as_well(
+    tmp_path_factory: pytest.TempPathFactory, name: str, seed: int
+) -> None:
+    rng = random.Random(seed)  # noqa: S311
+    walk = Walk(None, parameters(name="live", confidence={"enabled": True}))
+    walk.bring_up(up(0, **SHAPES[0]))
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            walk.now_ns += rng.choice((0, 0, 1, MS, 40 * MS, S))
+            move(walk, rng)
+
+    go_on(rng.randrange(5, 80))
+    walk.refused = 0
+    candidate = parameters(**CANDIDATES[name])
+    assert isinstance(walk.policy, Service)
+    stage = Stage(tmp_path_factory.mktemp("shadow"), candidate, walk.policy, walk.now_ns)
+    walk.stage = stage
+    go_on(rng.randrange(5, 80))
+    walk.drain()
+    if not walk.replicas:
+        walk.bring_up(up(0, **SHAPES[0]))
+    for _ in range(600):
+        if not stage.shadow.report()["open"]:
+            break
+        stage.wait(S)
+    report = stage.shadow.report()
+    assert stage.shadow.off == ""
+    assert not stage.troubles
+    assert report["open"] == 0, "everything has its outcome, what was open at first included"
     assert report["refused_events"] <= walk.refused
     stage.close()
 

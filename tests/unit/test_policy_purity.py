@@ -15,8 +15,8 @@ ROOT = Path(policy.__file__).parent
 ROOMS = ("forecast", "signals", "files")
 """The parts that may do more; the rest of the policy never imports them."""
 ALLOWED = {
-    "__future__", "bisect", "collections", "dataclasses", "enum", "hashlib", "heapq", "itertools",
-    "math", "msgspec", "policy", "re", "struct", "typing",
+    "__future__", "bisect", "collections", "dataclasses", "enum", "hashlib", "heapq", "hmac",
+    "itertools", "math", "msgspec", "policy", "re", "struct", "typing",
 }  # fmt: skip
 
 

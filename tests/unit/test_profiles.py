@@ -68,6 +68,10 @@ def test_the_shipped_profiles_load_under_their_own_names() -> None:
         "h100-sxm/llama-2-7b",
         "h100-sxm/llama-3.1-8b",
         "h100-sxm/qwen3-8b",
+        "h200/llama-3.1-8b",
+        "h200/qwen3-8b",
+        "l40s/llama-3.1-8b",
+        "l40s/qwen3-8b",
         "rtx-4090/llama-3.1-8b",
     )
     for name in profile_names():

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from controller.store import deployments
 from controller.store.database import SCHEMA, Database, DatabaseError
 from policy.decisions import BreakerMoved
-from policy.parameters import from_canonical
+from policy.parameters import canonical, from_canonical, policy_hash
 from tests.policy_support import parameters
 
 if TYPE_CHECKING:
@@ -202,7 +203,83 @@ def test_work_that_fails_changes_nothing(tmp_path: Path) -> None:
         assert asyncio.run(database.breakers()) == []
 
 
-@pytest.mark.parametrize("schema", [2, 99])
+OLD_TABLES = """
+CREATE TABLE policies (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, name TEXT NOT NULL,
+    canonical TEXT NOT NULL, sha256 TEXT NOT NULL, by TEXT NOT NULL, note TEXT NOT NULL) STRICT;
+CREATE TABLE breakers (key TEXT PRIMARY KEY, state TEXT NOT NULL, why TEXT NOT NULL,
+    at_s REAL NOT NULL, until_s REAL) STRICT;
+CREATE TABLE checkpoints (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL, chain TEXT NOT NULL, step TEXT NOT NULL, request TEXT NOT NULL,
+    answer BLOB NOT NULL, status INTEGER NOT NULL, content_type TEXT NOT NULL,
+    at_s REAL NOT NULL) STRICT;
+"""
+
+
+def test_a_file_of_the_schema_before_keeps_what_it_held(tmp_path: Path) -> None:
+    one, two = parameters(name="one"), parameters(name="two")
+    path = tmp_path / "sub" / "controller.sqlite"
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as old:
+        old.executescript(OLD_TABLES)
+        for number, (each, by) in enumerate([(one, "start"), (two, "admin")]):
+            row = (1000.5 + number, each.name, canonical(each), policy_hash(each), by, "why")
+            old.execute(
+                "INSERT INTO policies (at_s, name, canonical, sha256, by, note)"
+                " VALUES (?, ?, ?, ?, ?, ?)", row,
+            )  # fmt: skip
+        old.execute("INSERT INTO breakers VALUES ('k', 'open', 'share', 1.0, NULL)")
+        old.execute("PRAGMA user_version = 1")
+        old.commit()
+    for _ in range(2):  # once made new, it is read as it is
+        with opened(tmp_path) as database:
+            last, first = asyncio.run(database.history())
+            assert (last.name, first.by, first.at_s) == ("two", "start", 1000.5)
+            assert [each.key for each in asyncio.run(database.breakers())] == ["k"]
+            newer, older = asyncio.run(database.run(lambda db: deployments.entries(db, 10)))
+            assert (older.name, older.against, older.stage) == ("one", "", "done")
+            assert (newer.name, newer.against, newer.by) == ("two", canonical(one), "admin")
+            assert [(each.at_s, each.why) for each in newer.transitions] == [(1001.5, "why")]
+
+
+def test_what_a_process_left_halfway_is_rolled_back_and_nothing_else(tmp_path: Path) -> None:
+    new = deployments.New("ann", "mine", "{}", "{}", "evidence")
+
+    def shadow(at_s: float) -> deployments.Transition:
+        return deployments.Transition(at_s, "shadow", 0, "it begins", {})
+
+    with opened(tmp_path) as database:
+        first = asyncio.run(database.run(lambda db: deployments.begin(db, new, shadow(1.0))))
+        over = deployments.Transition(2.0, "done", 1000, "it holds", {"misses": 0.5})
+        asyncio.run(database.run(lambda db: deployments.finish(db, first, over, b"state")))
+        second = asyncio.run(database.run(lambda db: deployments.begin(db, new, shadow(3.0))))
+    with opened(tmp_path) as database:
+        left = asyncio.run(database.run(lambda db: deployments.end_interrupted(db, 4.0, "why")))
+        assert [(each.id, each.stage) for each in left] == [(second, "shadow")]
+        again = asyncio.run(database.run(lambda db: deployments.end_interrupted(db, 5.0, "why")))
+        assert again == []
+        found = asyncio.run(database.run(lambda db: deployments.entries(db, 10)))
+        assert [(each.id, each.stage) for each in found] == [
+            (second, "rolled_back"), (first, "done"),
+        ]  # fmt: skip
+        assert (found[1].state, found[1].transitions[-1].figures) == (b"state", {"misses": 0.5})
+        assert [each.name for each in asyncio.run(database.history())] == ["mine"]
+
+
+def test_many_refused_deployments_do_not_push_out_what_is_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.store.deployments.KEPT_MOST", 5)
+    refused = deployments.Transition(1.0, "refused", 0, "no", {})
+    with opened(tmp_path) as database:
+        asyncio.run(database.deploy(parameters(name="one"), "start"))
+        for _ in range(20):
+            new = deployments.New("ann", "mine", "{}", "{}")
+            asyncio.run(database.run(lambda db, new=new: deployments.begin(db, new, refused)))
+        assert [each.name for each in asyncio.run(database.history())] == ["one"]
+        assert len(asyncio.run(database.run(lambda db: deployments.entries(db, 100)))) == 5
+
+
+@pytest.mark.parametrize("schema", [3, 99])
 def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
     with opened(tmp_path) as database:
         asyncio.run(database.run(lambda db: db.execute(f"PRAGMA user_version = {schema}")))

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policy.events import Forecasted, PolicySwitched, RolloutRequested
+from policy.events import (
+    CanaryEnded,
+    CanaryStarted,
+    Forecasted,
+    PolicySwitched,
+    RolloutRequested,
+)
 from policy.files import FileError
 from policy.parameters import canonical
 from twin.forecasts import read_forecasts
 from twin.scenario.files import policy_of
-from twin.scenario.spec import Forecast, Forecasts, Rollout
+from twin.scenario.spec import Canary, CanaryEnd, Forecast, Forecasts, Rollout, Switch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +44,7 @@ def dated_events(
         FileError: a file of forecasts, or a policy, that cannot be used.
     """
     dated: list[tuple[int, Event]] = []
-    rules = canonical(parameters)
+    policies = _Policies(canonical(parameters), folder, f"{where}: events")
     for happening in sorted(happenings, key=_at_s):
         at_ns = round(_at_s(happening) * NS)
         if isinstance(happening, Rollout):
@@ -48,10 +54,42 @@ def dated_events(
         elif isinstance(happening, Forecasts):
             dated += _recorded(folder / happening.file)
         else:
-            new = canonical(policy_of(happening.policy, folder, f"{where}: events"))
-            dated.append((at_ns, PolicySwitched(rules, new)))
-            rules = new
+            dated.append((at_ns, policies.event(happening)))
     return sorted(dated, key=lambda entry: entry[0])
+
+
+class _Policies:
+    """Which policy rules, and which is tried beside it, as the happenings go by."""
+
+    def __init__(self, rules: str, folder: Path, where: str) -> None:
+        self._rules = rules
+        self._candidate = ""
+        self._folder = folder
+        self._where = where
+
+    def event(self, happening: Switch | Canary | CanaryEnd) -> Event:
+        """What the policy is told.
+
+        Raises:
+            FileError: the policy cannot be used, or something else is under way.
+        """
+        rules, candidate = self._rules, self._candidate
+        if isinstance(happening, CanaryEnd):
+            if not candidate:
+                raise FileError(self._where, f"no canary goes on at {happening.at_s} s")
+            self._candidate = ""
+            self._rules = candidate if happening.keep == "new" else rules
+            return CanaryEnded(happening.keep)
+        new = canonical(policy_of(happening.policy, self._folder, self._where))
+        if candidate and (isinstance(happening, Switch) or new != candidate):
+            raise FileError(
+                self._where, f"at {happening.at_s} s another canary goes on: end it first"
+            )
+        if isinstance(happening, Switch):
+            self._rules = new
+            return PolicySwitched(rules, new)
+        self._candidate = new
+        return CanaryStarted(rules, new, happening.share_permille, happening.salt)
 
 
 def _at_s(happening: Happening) -> float:

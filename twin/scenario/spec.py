@@ -121,7 +121,25 @@ class Switch(_Happening, frozen=True, tag="switch"):
     policy: PolicyChoice
 
 
-Happening = Rollout | Forecasts | Forecast | Switch
+class Canary(_Happening, frozen=True, tag="canary"):
+    """From here on another policy serves a share of the callers; named again, it gets
+    another share."""
+
+    at_s: NonNegative
+    policy: PolicyChoice
+    share_permille: Annotated[int, Meta(ge=1, le=1000)]
+    salt: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """Another one chooses other callers."""
+
+
+class CanaryEnd(_Happening, frozen=True, tag="canary_end"):
+    """From here on one policy serves everyone again."""
+
+    at_s: NonNegative
+    keep: Literal["old", "new"]
+
+
+Happening = Rollout | Forecasts | Forecast | Switch | Canary | CanaryEnd
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,7 +155,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drill: Drill | None = None
     """Faults that the seed draws, besides."""
     events: tuple[Happening, ...] = ()
-    """What the policy is told from outside: rollouts, forecasts, another policy."""
+    """What the policy is told from outside: rollouts, forecasts, another policy, a canary."""
     cards: CardSettings | None = None
     world: dict[str, int] = msgspec.field(default_factory=dict)
     """Fields of ``twin.world.WorldSettings``, in their own units."""

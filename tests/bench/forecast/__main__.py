@@ -24,7 +24,7 @@ from policy.forecast.series import TARGETS
 from tests.bench.forecast import worth
 from tests.bench.forecast.loads import all_loads
 from tests.bench.forecast.scoring import calibrated, coverage, mean_ratio, pooled, score
-from tests.figures import Figure, require, show, write_figures
+from tests.figures import Figure, read_figures, require, show, write_figures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -249,19 +249,11 @@ def main(argv: Sequence[str]) -> int:
     for part in parts:
         found = PARTS[part](Path(os.environ["TWINKEEL_DATA"]) / "traces")
         write_figures(FOLDER / f"{part}.figures.json", found)
-    every = [figure for part in PARTS for figure in kept_figures(FOLDER / f"{part}.figures.json")]
+    every = [figure for part in PARTS for figure in read_figures(FOLDER / f"{part}.figures.json")]
     show(every)
     write_figures(FIGURES, every)
     print("\n".join(require(every, REQUIRED)) or "all figures hold")
     return int(bool(set(REQUIRED) - {figure.name for figure in every}))
-
-
-def kept_figures(path: Path) -> list[Figure]:
-    """What a part said when it was last run; none, if it never was."""
-    if not path.is_file():
-        return []
-    rows = json.loads(path.read_text(encoding="utf-8"))["figures"]
-    return [Figure(**{key: row[key] for key in Figure.__dataclass_fields__}) for row in rows]
 
 
 if __name__ == "__main__":

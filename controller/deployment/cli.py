@@ -1,0 +1,382 @@
+"""`twinkeel deploy`, and of `twinkeel policy`: history, diff, rollback, status."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from base64 import b64encode
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+import msgspec
+
+from controller.cli import (
+    ADMIN_URL,
+    TOKEN_VARIABLE,
+    BadInput,
+    admin_url,
+    check_url,
+    plain_errors,
+    token_for,
+)
+from controller.config import Settings
+from controller.deployment.views import Current, Diff, Row, Step
+from policy.files import FileError, load_policy, read_document
+from policy.parameters import render
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+WATCH_S = 1.0
+ANSWER_S_MOST = 120.0
+"""The controller replays a log before it answers."""
+ENDS = ("done", "rolled_back", "refused")
+SHOWN = 12
+"""Digits of a hash."""
+STAGES_HELP = (
+    "Stages instead of the usual ones: KIND:SECONDS[:REQUESTS] after one another, where KIND is"
+    " shadow, canary=PERCENT or full, such as shadow:60,canary=5:600:500,full:600."
+)
+DEPLOY_HELP = """Bring POLICY, a file or a preset, into live traffic; back by itself if it harms.
+
+\b
+It goes through shadow, canary and full. The controller refuses a policy without evidence that is
+signed, fresh, about this policy, this code and the policy that is live, and that holds. The
+decision log that `twinkeel validate` wrote beside the evidence goes with it, and is replayed.
+\b
+Examples:
+  twinkeel deploy tuned.yaml --evidence ev.json --watch
+  twinkeel deploy tuned.yaml --evidence ev.json --stages shadow:60,canary=10:600:500,full:600
+  twinkeel deploy hotfix.yaml --override "ticket 4711: stop the retry storm"
+"""
+
+
+class Where(NamedTuple):
+    """A controller's admin API."""
+
+    url: str
+    token: str
+
+
+def _where(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which controller is meant."""
+    for option in (
+        click.option(
+            "--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
+            help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else admin.token"
+            " in the data folder.",
+        ),
+        click.option(
+            "--admin", default=None, metavar="URL",
+            help=f"The controller's admin API.  [default: as the data folder says, else"
+            f" {ADMIN_URL}]",
+        ),
+        click.option(
+            "--data", type=click.Path(path_type=Path), default=Path(Settings(upstreams=()).data),
+            show_default=True, metavar="FOLDER",
+            help="The controller's data folder, if it is here.",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _found(data: Path, admin: str | None, token_file: Path | None) -> Where:
+    url = admin or admin_url(data)
+    check_url(url, "--admin", "URL", path=False)
+    return Where(url.rstrip("/"), token_for(token_file, data))
+
+
+# deploy
+
+
+@click.command("deploy", help=DEPLOY_HELP)
+@click.argument("policy")
+@click.option(
+    "--evidence", type=click.Path(path_type=Path), metavar="FILE",
+    help="What `twinkeel validate` wrote; its decision log lies beside it, as FILE with .log.",
+)  # fmt: skip
+@click.option(
+    "--override", default="", metavar="REASON",
+    help="Deploy it whatever the evidence says. Everyone is told, and the history keeps it.",
+)  # fmt: skip
+@click.option("--stages", default="", metavar="STAGES", help=STAGES_HELP)
+@click.option(
+    "--plan", type=click.Path(path_type=Path), metavar="FILE",
+    help="YAML with what differs from the usual plan: windows, looks, budgets.",
+)  # fmt: skip
+@click.option("--watch", is_flag=True, help="Show how it goes, to its end.")
+@_where
+def deploy(
+    policy: str, evidence: Path | None, override: str, stages: str, plan: Path | None,
+    watch: bool, data: Path, admin: str | None, token_file: Path | None,
+) -> None:  # fmt: skip
+    with plain_errors():
+        where = _found(data, admin, token_file)
+        document = {
+            "policy": render(load_policy(policy)),
+            "override": override.strip(),
+            "plan": {
+                **({} if plan is None else read_document(plan)),
+                **({"stages": parse_stages(stages)} if stages else {}),
+            },
+            **_evidence(evidence),
+        }
+        row = asked(where, "/deployments", Row, document)
+        click.echo(f"deployment {row.id}: {row.name} ({row.hash[:SHOWN]}) begins in {row.stage}")
+        if watch:
+            raise SystemExit(_watched(where, row.id))
+
+
+def _evidence(path: Path | None) -> dict[str, str]:
+    """The evidence and the log beside it, as they are sent."""
+    if path is None:
+        return {}
+    log = path.with_suffix(".log")
+    packed = b64encode(zlib.compress(log.read_bytes())).decode() if log.is_file() else ""
+    return {"evidence": path.read_bytes().decode("utf-8", "replace"), "log": packed}
+
+
+def parse_stages(text: str) -> list[dict[str, object]]:
+    """``KIND:SECONDS[:REQUESTS]``, one after another, as the plan's stages.
+
+    Raises:
+        FileError: it is none of that.
+    """
+    stages: list[dict[str, object]] = []
+    for part in text.split(","):
+        kind, *numbers = part.strip().split(":")
+        kind, equals, percent = kind.partition("=")
+        share = {"shadow": "0", "full": "100"}.get(kind, percent)
+        try:
+            if kind not in ("shadow", "canary", "full") or bool(equals) != (kind == "canary"):
+                raise ValueError
+            permille = round(10 * float(share))
+            least_s, least_requests = int(numbers[0]), int((*numbers, "0")[1])
+            if len(numbers) > 2 or not 0 <= permille <= 1000 or min(least_s, least_requests) < 0:
+                raise ValueError
+        except (ValueError, IndexError):
+            raise FileError(
+                "--stages", f"{part.strip()!r} is no stage", value=part,
+                hint="such as shadow:60, canary=5:600:500 or full:600",
+            ) from None  # fmt: skip
+        stages.append(
+            {"kind": kind, "share_permille": permille, "least_s": least_s,
+             "least_requests": least_requests}
+        )  # fmt: skip
+    return stages
+
+
+def _watched(where: Where, number: int) -> int:
+    """Say each step, and what is measured, to its end; the exit code."""
+    told = 0
+    before = ""
+    while True:
+        (row,) = (each for each in _rows(where) if each.id == number)
+        for step in row.steps[told:]:
+            click.echo(_step(step))
+        told = len(row.steps)
+        if row.stage in ENDS:
+            return int(row.stage != "done")
+        current = _current(where)
+        if current is not None and current.verdict:
+            line = f"  {current.verdict}: {current.why}"
+            if line != before:
+                click.echo(line)
+            before = line
+        time.sleep(WATCH_S)
+
+
+# policy
+
+
+@click.command("history")
+@click.option("-n", "most", default=20, show_default=True, help="Deployments shown.")
+@click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
+@_where
+def history(
+    most: int, as_json: bool, data: Path, admin: str | None, token_file: Path | None
+) -> None:
+    """Which policies were deployed, by whom, with which evidence, and what became of each."""
+    with plain_errors():
+        rows = _rows(_found(data, admin, token_file))[:most]
+        if as_json:
+            click.echo(msgspec.json.encode(rows).decode())
+            return
+        for row in rows:
+            evidence = "evidence" if row.evidence else "no evidence"
+            override = f", override: {row.override}" if row.override else ""
+            click.echo(
+                f"{row.id}  {row.name} ({row.hash[:SHOWN]}) by {row.by}: {row.stage}"
+                f" ({evidence}{override})"
+            )
+            for step in row.steps:
+                click.echo(f"   {_step(step)}")
+
+
+@click.command("diff")
+@click.argument("a", type=int, required=False)
+@click.argument("b", type=int, required=False)
+@_where
+def diff(
+    a: int | None, b: int | None, data: Path, admin: str | None, token_file: Path | None
+) -> None:
+    """What deployment A changed; or what differs from A's policy to B's. Without both: what the
+    last deployment changed."""
+    with plain_errors():
+        where = _found(data, admin, token_file)
+        if a is None:
+            rows = _rows(where)
+            if not rows:
+                raise BadInput("nothing was deployed yet")
+            a = rows[0].id
+        path = f"/deployments/{a}/diff" if b is None else f"/deployments/{b}/diff?from={a}"
+        found = asked(where, path, Diff)
+        for change in found.changes:
+            click.echo(f"{change.key}: {_value(change.before)} -> {_value(change.after)}")
+        if not found.changes:
+            click.echo("they are the same")
+
+
+@click.command("rollback")
+@click.option(
+    "--to", type=int, default=None, metavar="ID",
+    help="The deployment whose policy is to rule.  [default: what ruled before]",
+)  # fmt: skip
+@click.option("--why", default="an operator asked for it", show_default=True, metavar="REASON")
+@_where
+def rollback(
+    to: int | None, why: str, data: Path, admin: str | None, token_file: Path | None
+) -> None:
+    """End the deployment that is under way, or put back the policy from before; at once."""
+    with plain_errors():
+        where = _found(data, admin, token_file)
+        began_s = time.monotonic()
+        row = asked(where, "/deployments/current/rollback", Row, {"why": why, "to": to})
+        took_s = time.monotonic() - began_s
+        what = "is rolled back" if row.stage == "rolled_back" else "rules again"
+        click.echo(f"deployment {row.id}: {row.name} {what}, after {took_s:.2f} s")
+
+
+@click.command("status")
+@click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
+@click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
+@_where
+def status(
+    as_json: bool, watch: bool, data: Path, admin: str | None, token_file: Path | None
+) -> None:
+    """What is being deployed: stage, both arms' requests and misses, verdict, budget."""
+    with plain_errors():
+        where = _found(data, admin, token_file)
+        while True:
+            current = _current(where)
+            if as_json:
+                click.echo(msgspec.json.encode(current).decode())
+            else:
+                if watch:
+                    click.clear()
+                _show(current)
+            if not watch:
+                return
+            time.sleep(WATCH_S)
+
+
+def _show(current: Current | None) -> None:
+    if current is None:
+        click.echo("nothing is being deployed")
+        return
+    click.echo(
+        f"deployment {current.id}: {current.name} ({current.hash[:SHOWN]}) against"
+        f" {current.against} ({current.against_hash[:SHOWN]})"
+    )
+    click.echo(f"stage {current.stage}, {current.share_permille / 10:g} % of the callers")
+    if current.override:
+        click.echo(f"override: {current.override}")
+    click.echo(f"verdict: {current.verdict or 'none yet'}{current.why and f', {current.why}'}")
+    for name, value in current.figures.items():
+        click.echo(f"  {name.replace('_', ' ')}: {value:g}")
+    for name, count in (current.shadow or {}).items():
+        click.echo(f"  in shadow, {name.replace('_', ' ')}: {count}")
+
+
+def _step(step: Step) -> str:
+    at = datetime.fromtimestamp(step.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    share = f" {step.share_permille / 10:g} %" if step.stage == "canary" else ""
+    return f"{at} {step.stage}{share}: {step.why or '-'}"
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else msgspec.json.encode(value).decode()
+
+
+# The admin API
+
+
+def _rows(where: Where) -> Sequence[Row]:
+    return asked(where, "/deployments", _Rows).deployments
+
+
+def _current(where: Where) -> Current | None:
+    return asked(where, "/deployments/current", _Now).current
+
+
+class _Rows(msgspec.Struct):
+    deployments: tuple[Row, ...]
+
+
+class _Now(msgspec.Struct):
+    current: Current | None
+
+
+class _Error(msgspec.Struct):
+    code: str
+    reasons: tuple[str, ...]
+
+
+class _Problem(msgspec.Struct):
+    error: _Error
+
+
+def asked(where: Where, path: str, kind: type[T], document: object = None) -> T:
+    """What the admin API answers; with ``document`` it is told something. What it refuses for what
+    the policy or its evidence is ends the program with 1, each reason on a line."""
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    url = f"{where.url}{path}"
+    request = urllib.request.Request(
+        url,
+        data=None if document is None else msgspec.json.encode(document),
+        headers={"Authorization": f"Bearer {where.token}", "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S_MOST) as answer:
+            return msgspec.json.decode(answer.read(), type=kind)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _told(url, error.code, error.read()) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise BadInput(
+            f"{url}: no controller answers there ({reason}): give its data folder with --data, or"
+            " its admin API with --admin"
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"{url}: is no admin API of this version: {error}") from error
+
+
+def _told(url: str, status: int, body: bytes) -> click.ClickException:
+    if status == 401:
+        return BadInput(f"{url}: the admin token is not the controller's")
+    try:
+        problem = msgspec.json.decode(body, type=_Problem).error
+    except msgspec.MsgspecError:
+        return BadInput(f"{url}: answered {status}")
+    if problem.code != "refused":
+        return BadInput("; ".join(problem.reasons))
+    lines = "".join(f"\n  - {reason}" for reason in problem.reasons)
+    return click.ClickException(f"the policy is refused:{lines}")
