@@ -10,7 +10,7 @@ export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
 .PHONY: demo live-demo test test-live check oracle bench-twin bench-gateway dst scenarios \
-  scenarios-long scorecard soak soak-long fidelity forecast-bench gpu-steps format clean
+  scenarios-long scorecard soak soak-long fidelity forecast-bench loop-demo gpu-steps format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
@@ -69,6 +69,11 @@ fidelity: .venv/fidelity
 # How well loads are forecast, and what that is worth in GPU-hours: about twenty minutes.
 forecast-bench: .venv/fidelity
 	$(BIN)/python -m tests.bench.forecast
+
+# Record, recalibrate, tune, validate, deploy, compare, on live traffic; then the figures of each link,
+# which take more than an hour. `LINKS=demo` is the loop alone: about eight minutes.
+loop-demo: .venv/dev
+	$(BIN)/python -m tests.bench.loop $(LINKS)
 
 # Step times of a Qwen3-8B-shaped model with PyTorch; without a GPU a tiny shape, and says so.
 gpu-steps: .venv/gpu

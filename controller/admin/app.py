@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from controller.admin.status import alerts_of, status_of
 from controller.admin.token import Gate
-from controller.deployment.papers import Papers, Refusal, read_policy
+from controller.deployment.papers import OVERRIDE_MOST, POLICY_MOST, Papers, Refusal, read_policy
 from controller.openapi import published
 from controller.store.database import DatabaseError
 from policy.files import FileError
@@ -32,12 +32,10 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-BODY_BYTES_MOST = 128 * 1024
-"""A policy file with all its comments has a fifth of it."""
+BODY_BYTES_MOST = POLICY_MOST
 DEPLOY_BYTES_MOST = 16 * 1024 * 1024
 """A policy, its evidence, and a packed decision log."""
 OVERRIDE = "x-twinkeel-override"
-OVERRIDE_MOST = 500
 _STATUS = {
     "refused": 422, "invalid_policy": 400, "invalid_plan": 400, "no_such_deployment": 404,
     "changed_meanwhile": 412,
@@ -314,9 +312,12 @@ async def _answers(request: web.Request, handler: Handler) -> web.StreamResponse
         answer = _error(400, "invalid_policy", str(error))
     except msgspec.MsgspecError as error:
         answer = _error(400, "invalid_body", str(error))
+    except RecursionError:
+        answer = _error(400, "invalid_body", "it is nested too deeply")
     except DatabaseError as error:
         LOGGER.error("%s", error)
-        answer = _error(503, "database", "it could not be written down, so it was not done")
+        what = "written down, so it was not done" if request.method != "GET" else "read"
+        answer = _error(503, "database", f"it could not be {what}: the controller's log says why")
     except asyncio.CancelledError:
         raise
     except Exception:

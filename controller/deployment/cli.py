@@ -126,6 +126,8 @@ def deploy(
             **_evidence(evidence),
         }
         row = asked(where, "/deployments", Row, document)
+        if row.stage in ENDS:
+            raise click.ClickException(f"deployment {row.id}: {_step(row.steps[-1])}")
         click.echo(f"deployment {row.id}: {row.name} ({row.hash[:SHOWN]}) begins in {row.stage}")
         if watch:
             raise SystemExit(_watched(where, row.id))
@@ -175,7 +177,9 @@ def _watched(where: Where, number: int) -> int:
     told = 0
     before = ""
     while True:
-        (row,) = (each for each in _rows(where) if each.id == number)
+        row = next((each for each in _rows(where) if each.id == number), None)
+        if row is None:
+            raise BadInput(f"the controller does not know deployment {number} any more")
         for step in row.steps[told:]:
             click.echo(_step(step))
         told = len(row.steps)
@@ -194,7 +198,10 @@ def _watched(where: Where, number: int) -> int:
 
 
 @click.command("history")
-@click.option("-n", "most", default=20, show_default=True, help="Deployments shown.")
+@click.option(
+    "-n", "most", type=click.IntRange(1, 100), default=20, show_default=True,
+    help="Deployments shown.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
 @_where
 def history(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,7 +36,7 @@ from policy.service import Service
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
     from controller.call import Call
@@ -50,12 +50,15 @@ if TYPE_CHECKING:
     from policy.events import Event
     from policy.parameters import Parameters
 
+T = TypeVar("T")
 LOGGER = logging.getLogger("twinkeel")
 TICK_S = 0.1
 """How often it is looked whether a judgement is due."""
 WRITE_S_MOST = 1.0
 """A rollback waits no longer for the disk: it must be over within 5 s, whatever the disk does."""
 SHADOW_KEEP_BYTES = 256 * 1024 * 1024
+ROLLBACK = "rollback"
+"""Who puts a policy from before in force."""
 INTERRUPTED = "the controller was restarted in the middle of it"
 
 
@@ -80,25 +83,27 @@ class _Running:
     """A deployment that is under way."""
 
     def __init__(
-        self, number: int, new: Parameters, old: Parameters, judge: Deployment, override: str
+        self, new: Parameters, old: Parameters, judge: Deployment, entry: table.Entry
     ) -> None:
-        self.id = number
+        self.id = entry.id
         self.new = new
         self.old = old
         """Kept as it is, so that a rollback has nothing to load."""
         self.judge = judge
-        self.override = override
-        self.watcher = Watcher(old, number)
+        self.entry = entry
+        """As the history has it, or will have it once the disk lets it."""
+        self.watcher = Watcher(old, entry.id)
         self.verdict: Verdict | None = None
         self.ending = False
         """It is being rolled back."""
         self.canary = False
         """Both policies rule, each its share."""
-        self.full = False
-        """The new one rules alone."""
         self.shadow: Shadow | None = None
         self.broken = ""
         """What failed in the judging itself."""
+
+    def took(self, step: Transition) -> None:
+        self.entry = self.entry._replace(transitions=(*self.entry.transitions, step))
 
 
 class _Begin(NamedTuple):
@@ -141,6 +146,8 @@ class Deployments(Listener):
         self._turn = asyncio.Lock()
         """Held while a step is written and done."""
         self._looking: asyncio.Task[None] | None = None
+        self._asked: set[asyncio.Task[Any]] = set()
+        """What somebody asked for and is being done."""
         driver.every(TICK_S, self._tick)
 
     # What the driver calls
@@ -199,8 +206,9 @@ class Deployments(Listener):
         """Stop. What is under way stays as it is: the next start ends it."""
         self._tee.watch = None
         running, self._running = self._running, None
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in (self._looking, *self._asked):
+            if task is not None:
+                task.cancel()
         if running is not None and running.shadow is not None:
             await asyncio.to_thread(running.shadow.end())
 
@@ -219,14 +227,21 @@ class Deployments(Listener):
             begin = await self._checked(asked, by)
         finally:
             self._checking = False
-        async with self._turn:
-            self._check_free()
-            if begin.old is not self._driver.parameters:
-                raise Refusal("changed_meanwhile", "another policy came into force meanwhile")
-            number = await self._begin(begin)
-        return await self.row(number)
+        return await self._to_its_end(self._begin(begin))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it, though whoever asked for it may hang up meanwhile: no half of it may be left."""
+        task = asyncio.create_task(work)
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        return await asyncio.shield(task)
 
     def _check_free(self) -> None:
+        self._check_none_runs()
+        if self._checking:
+            raise Refusal("busy", "another deployment is being checked just now: try again")
+
+    def _check_none_runs(self) -> None:
         running = self._running
         if running is not None:
             raise Refusal(
@@ -235,8 +250,6 @@ class Deployments(Listener):
                 f" {running.judge.stage.kind}: wait for its end, or end it with `twinkeel policy"
                 " rollback`",
             )
-        if self._checking:
-            raise Refusal("busy", "another deployment is being checked just now: try again")
 
     async def _checked(self, asked: Papers, by: str) -> _Begin:
         """What is to be deployed, if it may be."""
@@ -255,21 +268,22 @@ class Deployments(Listener):
         question = papers.Question(new, live, self._key, self._wall_s(), drifting)
         evidence, reasons = await asyncio.to_thread(papers.check, asked, question)
         plan = plan_of(asked.plan, evidence)
+        override = asked.override.strip()
         entry = table.New(
-            by, new.name, canonical(new), canonical(live), asked.evidence, asked.override,
+            by, new.name, canonical(new), canonical(live),
+            "" if evidence is None else asked.evidence, override,
             msgspec.json.encode(plan).decode(),
         )  # fmt: skip
         lacks = "; ".join(reasons)
-        if reasons and not asked.override:
+        if reasons and not override:
             refused = Transition(self._wall_s(), REFUSED, 0, lacks, {})
             await self._database.run(
                 lambda db: table.begin(db, entry._replace(evidence=""), refused)
             )
             raise Refusal("refused", *reasons)
         why = "its evidence holds"
-        if asked.override:
-            why = f"override: {asked.override}{lacks and f' (although {lacks})'}"
-            self._loudly(f"the policy {new.name} ({short_hash(new)}) is deployed by an {why}")
+        if override:
+            why = f"override: {override}{lacks and f' (although {lacks})'}"
         return _Begin(new, live, plan, entry, why)
 
     def _check_fits(self, new: Parameters, live: Parameters) -> None:
@@ -293,18 +307,28 @@ class Deployments(Listener):
         if canonical(new) == canonical(live):
             raise Refusal("same_policy", f"{new.name} ({short_hash(new)}) is in force already")
 
-    async def _begin(self, begin: _Begin) -> int:
-        judge = Deployment(begin.plan, self._driver.now_ns())
-        first = self._step_to(judge.stage, begin.why, {})
-        number = await self._database.run(
-            lambda db: table.begin(db, begin.entry, first, judge.state())
-        )
-        running = _Running(number, begin.new, begin.old, judge, begin.entry.override)
-        self._running = running
-        self._tee.watch = self._watch
-        LOGGER.info("deployment %d: %s begins", number, begin.new.name)
-        await self._enter(running, judge.stage)
-        return number
+    async def _begin(self, begin: _Begin) -> Row:
+        async with self._turn:
+            self._check_none_runs()
+            if begin.old is not self._driver.parameters:
+                raise Refusal("changed_meanwhile", "another policy came into force meanwhile")
+            judge, new = Deployment(begin.plan, self._driver.now_ns()), begin.new
+            first = self._step_to(judge.stage, begin.why, {})
+            state = judge.state()
+
+            def written(db: sqlite3.Connection) -> table.Entry | None:
+                return table.entry(db, table.begin(db, begin.entry, first, state))
+
+            entry = await self._database.run(written)
+            assert entry is not None
+            self._running = running = _Running(new, begin.old, judge, entry)
+            self._tee.watch = self._watch
+            LOGGER.info("deployment %d: %s begins", running.id, new.name)
+            if entry.override:
+                name = f"the policy {new.name} ({short_hash(new)})"
+                self._loudly(f"{name} is deployed by an {begin.why}")
+            await self._enter(running, judge.stage)
+            return row_of(running.entry)
 
     def _step_to(self, stage: Stage, why: str, figures: dict[str, float]) -> Transition:
         return Transition(self._wall_s(), stage.kind, stage.share_permille, why, figures)
@@ -324,42 +348,58 @@ class Deployments(Listener):
                 running.broken = f"it could not be judged ({type(error).__name__}: {error})"
 
     async def _judged(self, running: _Running) -> None:
-        shadow, judge, number = running.shadow, running.judge, running.id
-        broken = running.broken
+        verdict = await self._verdict(running)
+        if verdict is None or verdict.value == "hold":
+            return
+        judge, number, figures = running.judge, running.id, finite(verdict.figures)
+        state = judge.state()
+        if judge.stage_number + 1 == len(judge.plan.stages):
+            done = Transition(self._wall_s(), DONE, 1000, verdict.why, figures)
+            if await self._written(running, lambda db: table.finish(db, number, done, state)):
+                self._over(running)
+                LOGGER.info("deployment %d: %s is done", number, running.new.name)
+            return
+        stage = judge.plan.stages[judge.stage_number + 1]
+        step = self._step_to(stage, verdict.why, figures)
+        if await self._written(running, lambda db: table.add(db, number, step, state)):
+            running.took(step)
+            await self._enter(running, stage)
+            if not running.ending:
+                judge.advance(self._driver.now_ns())
+
+    async def _verdict(self, running: _Running) -> Verdict | None:
+        """That it may go on or is to be held; what must not go on is rolled back. None: that, or
+        nothing is due."""
+        shadow, broken = running.shadow, running.broken
         if shadow is not None and (shadow.off or shadow.refused):
             broken = f"in shadow, it does not hold: {shadow.off or 'it refused events'}"
         if broken:
             await self._back(running, broken, {})
-            return
-        now_ns = self._driver.now_ns()
-        verdict = judge.look(now_ns)
+            return None
+        verdict = running.judge.look(self._driver.now_ns())
         if verdict is None:
-            return
+            return None
         running.verdict = verdict
-        figures = finite(verdict.figures)
         if verdict.value == "roll_back":
-            await self._back(running, verdict.why, figures)
-        elif verdict.value == "hold":
-            state = judge.state()
-            await self._database.run(lambda db: table.keep(db, number, state))
-        elif judge.stage_number + 1 == len(judge.plan.stages):
-            judge.advance(now_ns)
-            done = Transition(self._wall_s(), DONE, 1000, verdict.why, figures)
-            state = judge.state()
-            await self._database.run(lambda db: table.finish(db, number, done, state))
-            if running.ending:
-                return
-            self._over(running)
-            LOGGER.info("deployment %d: %s is done", number, running.new.name)
-        else:
-            stage = judge.plan.stages[judge.stage_number + 1]
-            step, state = self._step_to(stage, verdict.why, figures), judge.state()
-            await self._database.run(lambda db: table.add(db, number, step, state))
-            if running.ending:  # an operator does not wait for the disk
-                return
-            await self._enter(running, stage)
-            if not running.ending:
-                judge.advance(self._driver.now_ns())
+            await self._back(running, verdict.why, finite(verdict.figures))
+            return None
+        return verdict
+
+    async def _written(self, running: _Running, work: Callable[[sqlite3.Connection], None]) -> bool:
+        """Have a step written, and look on meanwhile: a disk that hangs must not keep a bad policy
+        in force. False: it was rolled back.
+
+        Raises:
+            DatabaseError: it could not be written.
+        """
+        writing = asyncio.ensure_future(self._database.run(work))
+        writing.add_done_callback(_heard)
+        while not (await asyncio.wait({writing}, timeout=TICK_S))[0] and not running.ending:
+            await self._verdict(running)
+        if running.ending:  # nobody waits for the disk
+            return False
+        writing.result()
+        return True
 
     async def _enter(self, running: _Running, stage: Stage) -> None:
         """Do what was written down."""
@@ -381,7 +421,6 @@ class Deployments(Listener):
                 return
             self._rule(running.new, driver.switch if not running.canary else self._keep_new)
             running.canary = False
-            running.full = True
             running.watcher.share_permille = 1000  # of a switch alone it cannot know that
         except Exception as error:  # whatever it is, the policy from before rules
             await self._back(running, f"it could not be done: {error}", {})
@@ -398,7 +437,7 @@ class Deployments(Listener):
         before, self._ruling = self._ruling, short_hash(parameters)
         try:
             switch(parameters)
-        except ValueError:
+        except Exception:
             self._ruling = before
             raise
 
@@ -426,43 +465,52 @@ class Deployments(Listener):
             Refusal: there is nothing to go back to.
             DatabaseError: it cannot be written down, so it is not done.
         """
-        if self._running is not None and to is None:  # its turn may be waiting for the disk
-            number = await self._back(self._running, why, {})
-        else:
-            async with self._turn:
-                if self._running is None:
-                    number = await self._put_back(why, to)
-                elif to is None:
-                    number = await self._back(self._running, why, {})
-                else:
-                    raise Refusal(
-                        "busy", f"deployment {self._running.id} is under way: roll it back first,"
-                        " without --to",
-                    )  # fmt: skip
-        return await self.row(number)
+        return await self._to_its_end(self._roll_back(why, to))
 
-    async def _back(self, running: _Running, why: str, figures: dict[str, float]) -> int:
+    async def _roll_back(self, why: str, to: int | None) -> Row:
+        if self._running is not None and to is None:  # its turn may be waiting for the disk
+            return await self._back(self._running, why, {})
+        async with self._turn:
+            if self._running is None:
+                return await self.row(await self._put_back(why, to))
+            if to is None:
+                return await self._back(self._running, why, {})
+            raise Refusal(
+                "busy", f"deployment {self._running.id} is under way: roll it back first, without"
+                " --to",
+            )  # fmt: skip
+
+    async def _back(self, running: _Running, why: str, figures: dict[str, float]) -> Row:
         number, old = running.id, running.old
         if running.ending:
-            return number
+            return row_of(running.entry)
         running.ending = True
         running.judge.abort(why)
         state = running.judge.state()
         back = Transition(self._wall_s(), ROLLED_BACK, 0, why, figures)
-        entry = table.New("rollback", old.name, canonical(old), canonical(running.new))
+        running.took(back)
+        entry = table.New(ROLLBACK, old.name, canonical(old), canonical(running.new))
         await self._written_soon(lambda db: table.go_back(db, number, back, state, entry))
         try:
-            if running.canary:
-                self._driver.end_canary("old")
-            elif running.full:
-                self._rule(old, self._driver.switch)
-        except ValueError as error:  # there was nothing to end
-            why = f"{why} ({error})"
+            self._undo(old)
+        except Exception as error:
+            LOGGER.exception("deployment %d could not be undone", number)
+            why = f"{why}; it could not be undone ({error}), so restart the controller"
         self._over(running)
         self._driver.trouble(
             f"deployment {number}", f"{running.new.name} is rolled back, {old.name} rules: {why}"
         )
-        return number
+        return row_of(running.entry)
+
+    def _undo(self, old: Parameters) -> None:
+        """By what the policy says of itself: what broke on the way in may have come half-way."""
+        driver, policy = self._driver, self._driver.policy
+        assert isinstance(policy, Service)
+        if policy.canary is not None:
+            driver.end_canary("old")
+        if canonical(policy.parameters) != canonical(old):
+            driver.parameters = policy.parameters
+            self._rule(old, driver.switch)
 
     async def _written_soon(self, work: Callable[[sqlite3.Connection], None]) -> None:
         """Have it written, but wait for the disk only so long: what is done next cannot wait."""
@@ -488,6 +536,12 @@ class Deployments(Listener):
         """Switch to a policy that ruled before."""
         live = self._driver.parameters
         entry = await self._entry(to) if to is not None else await self._last_change(live)
+        if entry.stage != DONE:  # least of all what was refused
+            raise Refusal(
+                "never_ruled", f"deployment {entry.id} ({entry.name}) was"
+                f" {entry.stage.replace('_', ' ')}: only a policy that came into force for good can"
+                " be put back; deploy it with its evidence",
+            )  # fmt: skip
         text = entry.canonical if to is not None else entry.against
         try:
             parameters = from_canonical(text)
@@ -497,9 +551,20 @@ class Deployments(Listener):
                 f" {error}",
             ) from error  # fmt: skip
         self._check_fits(parameters, live)
-        return await self._put(parameters, "rollback", why)
+        number = await self._put(parameters, ROLLBACK, why)
+        self._driver.trouble(
+            f"deployment {number}", f"{parameters.name} rules again, {live.name} no more: {why}"
+        )
+        return number
 
     async def _last_change(self, live: Parameters) -> table.Entry:
+        newest = await self._database.run(table.newest)
+        if newest is not None and (newest.stage == ROLLED_BACK or newest.by == ROLLBACK):
+            # Asked for twice, or just after the judge did it: once is enough.
+            raise Refusal(
+                "back_already", f"since deployment {newest.id} the policy from before rules again:"
+                " to go further back, name a deployment with --to",
+            )  # fmt: skip
         found = await self._database.run(lambda db: table.last_change(db, canonical(live)))
         if found is None:
             raise Refusal("no_policy_before", "no policy ruled before this one: name one with --to")
@@ -532,6 +597,9 @@ class Deployments(Listener):
             Refusal: why not.
             DatabaseError: it cannot be written down, so it is not done.
         """
+        return await self._to_its_end(self._put_now(parameters, override, expected))
+
+    async def _put_now(self, parameters: Parameters, override: str, expected: str) -> str:
         async with self._turn:
             live = self._driver.parameters
             old_hash = policy_hash(live)
@@ -546,11 +614,11 @@ class Deployments(Listener):
                 if refusal.code == "same_policy":
                     return old_hash
                 raise
-            self._loudly(
-                f"the policy {parameters.name} ({short_hash(parameters)}) is put in force at once,"
-                f" by an override: {override}"
-            )  # fmt: skip
             await self._put(parameters, "admin", override, override)
+            self._loudly(
+                f"the policy {parameters.name} ({short_hash(parameters)}) was put in force at once,"
+                f" by an override: {override}"
+            )
         return old_hash
 
     def _loudly(self, text: str) -> None:
@@ -613,7 +681,7 @@ class Deployments(Listener):
             why="" if verdict is None else verdict.why,
             figures=finite((*judge.figures(), *budget)),
             shadow=None if running.shadow is None else running.shadow.report(),
-            override=running.override,
+            override=running.entry.override,
         )
 
     def said(self) -> str:
@@ -628,3 +696,9 @@ class Deployments(Listener):
 def _is_due(judge: Deployment, now_ns: int) -> bool:
     due_ns = judge.deadline_ns()
     return due_ns is not None and due_ns <= now_ns
+
+
+def _heard(writing: asyncio.Future[None]) -> None:
+    """Whoever wanted it may not wait for it any more: that it failed is no news then."""
+    if not writing.cancelled():
+        writing.exception()

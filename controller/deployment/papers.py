@@ -13,9 +13,10 @@ import time
 import zlib
 from base64 import b64decode
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from controller.store.secret import kept
 from policy import audit
@@ -42,6 +43,9 @@ KEY_FILE = "deploy.key"
 KEY_VARIABLE = "TWINKEEL_DEPLOY_KEY_FILE"
 LOG_BYTES_MOST = 8 * 1024 * 1024
 """Of the log, unpacked; ``twinkeel validate`` writes at most half of it."""
+POLICY_MOST = 128 * 1024
+"""A policy file with all its comments has a fifth of it; a long one takes minutes to parse."""
+OVERRIDE_MOST = 500
 NESTING_MOST = 32
 STEPS_AT_ONCE, PAUSE_S = 20, 0.001
 """Replayed steps (about a millisecond), and the pause after them in which requests pass."""
@@ -60,13 +64,13 @@ class Refusal(Exception):
 class Papers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request to deploy."""
 
-    policy: str
+    policy: Annotated[str, Meta(max_length=POLICY_MOST)]
     """The policy file's text."""
     evidence: str = ""
     """The evidence file's text, as it was written."""
     log: str = ""
     """The decision log beside it: base64 of its bytes as zlib packs them."""
-    override: str = ""
+    override: Annotated[str, Meta(max_length=OVERRIDE_MOST)] = ""
     """Why it is to be deployed whatever the evidence says; empty: it is not."""
     plan: dict[str, Any] = {}
     """What differs from the usual plan, by its fields."""

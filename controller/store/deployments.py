@@ -100,7 +100,7 @@ class Entry(NamedTuple):
     override: str
     plan: str
     state: bytes
-    """Of its judge, as last kept."""
+    """Of its judge, at the last step."""
     transitions: tuple[Transition, ...]
 
     @property
@@ -135,12 +135,7 @@ def add(
          msgspec.json.encode(transition.figures).decode()),
     )  # fmt: skip
     if state is not None:
-        keep(db, deployment, state)
-
-
-def keep(db: sqlite3.Connection, deployment: int, state: bytes) -> None:
-    """The state of its judge, between two steps."""
-    db.execute("UPDATE deployments SET state = ? WHERE id = ?", (state, deployment))
+        db.execute("UPDATE deployments SET state = ? WHERE id = ?", (state, deployment))
 
 
 def finish(db: sqlite3.Connection, deployment: int, transition: Transition, state: bytes) -> None:
@@ -190,6 +185,17 @@ def end_interrupted(db: sqlite3.Connection, at_s: float, why: str) -> list[Entry
     for each in left:
         add(db, each.id, Transition(at_s, ROLLED_BACK, 0, why, {"restarted": 1}))
     return left
+
+
+def newest(db: sqlite3.Connection) -> Entry | None:
+    """The last one that was not refused."""
+    row = db.execute(
+        "SELECT * FROM deployments WHERE (SELECT stage FROM transitions"
+        " WHERE deployment = deployments.id ORDER BY id DESC LIMIT 1) != ?"
+        " ORDER BY id DESC LIMIT 1",
+        (REFUSED,),
+    ).fetchone()
+    return None if row is None else _entry(db, row)
 
 
 def last_change(db: sqlite3.Connection, ruling: str) -> Entry | None:

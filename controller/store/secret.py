@@ -26,8 +26,12 @@ def kept(path: Path, make: Callable[[], bytes]) -> bytes:
     except FileNotFoundError:
         return _written(path, make())
     if path.stat().st_mode & 0o077:
-        path.chmod(0o600)
-        LOGGER.warning("%s could be read by others than its owner: now it cannot", path)
+        try:
+            path.chmod(0o600)
+        except OSError:  # mounted into a container, it is not ours to change
+            LOGGER.warning("%s can be read by others than its owner", path)
+        else:
+            LOGGER.warning("%s could be read by others than its owner: now it cannot", path)
     return secret
 
 

@@ -202,7 +202,7 @@ def test_an_operator_rolls_back_at_once_by_the_commands(
     assert "tiers.turbo_max_tflop: 50 -> 60" in run(diff, at).output
     assert "nothing is being deployed" in run(status, at).output
     nothing = run(rollback, at)
-    assert (nothing.exit_code, "no policy ruled before" in nothing.output) == (2, True)
+    assert (nothing.exit_code, "the policy from before rules again" in nothing.output) == (2, True)
     code, _ = controller.put_policy(render(GOOD))
     assert code == 200
     put_back = run(rollback, at)

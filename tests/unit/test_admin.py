@@ -432,6 +432,26 @@ def test_a_bad_policy_is_refused_with_the_reason(
     with_controller(tmp_path, work)
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"policy":"","plan":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}", "nested"),
+        (b'{"policy":"' + b"#" * 200_000 + b'"}', "$.policy"),
+        (b'{"policy":"","override":"' + b"x" * 501 + b'"}', "$.override"),
+    ],
+)
+def test_what_is_no_deployment_is_refused_before_it_is_read(
+    tmp_path: Path, body: bytes, said: str
+) -> None:
+    async def work(controller: Controller) -> None:
+        answer = await controller.ask("/deployments", "POST", data=body)
+        error = (await answer.json())["error"]
+        assert (answer.status, error["code"]) == (400, "invalid_body"), error
+        assert said in error["message"]
+
+    with_controller(tmp_path, work)
+
+
 def test_observing_it_says_who_decides_in_shadow_and_takes_no_other(tmp_path: Path) -> None:
     async def work(controller: Controller) -> None:
         status = msgspec.convert(await controller.json("/status"), Status)

@@ -4,8 +4,9 @@ can be judged."""
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -29,11 +30,12 @@ from policy.evidence import Band
 from policy.files import FileError
 from policy.log import HashLog
 from policy.parameters import canonical, render
+from policy.service import Service
 from tests.deploy_support import KEY, evidence_for
 from tests.policy_support import parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
     from pathlib import Path
 
     from policy.decisions import Alert, Decision
@@ -120,6 +122,15 @@ class Broken:
         monkeypatch.setattr(database, "run", through)
 
 
+@contextmanager
+def locked(database: Database) -> Iterator[None]:
+    """Somebody else writes into the file: whoever wants to, waits for 10 s at most."""
+    with closing(sqlite3.connect(database.path)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.rollback()
+
+
 def test_too_little_data_holds_and_goes_back_after_three_windows(tmp_path: Path) -> None:
     async def work(stage: Stage) -> None:
         await stage.deploy(CANARY, FULL)
@@ -146,8 +157,8 @@ def test_a_rollback_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.Monkey
         disk = Broken(stage.database, monkeypatch)
         disk.fails = True
         began_s = time.monotonic()
-        with suppress(DatabaseError):  # the row that is to be shown cannot be read
-            await stage.deployments.roll_back("a drill")
+        row = await stage.deployments.roll_back("a drill")
+        assert (row.stage, row.steps[-1].why) == ("rolled_back", "a drill")
         assert isinstance(stage.ear.switches[-1], CanaryEnded)
         assert stage.driver.candidate is None
         assert time.monotonic() - began_s < 1.0
@@ -182,7 +193,9 @@ def test_called_back_while_its_end_is_being_written_the_policy_from_before_rules
         assert stage.driver.parameters == LIVE
         await back
         disk.hangs_s = 0.0
-        newest, before = (await stage.deployments.rows())[:2]
+        while len(rows := await stage.deployments.rows()) < 2:  # the disk takes its time
+            pass
+        newest, before = rows
         assert [step.stage for step in before.steps] == ["full", "done", "rolled_back"]
         assert (newest.name, newest.by) == ("live", "rollback")
         assert stage.database.policies()[0]["name"] == "live", "what a start finds"
@@ -211,6 +224,91 @@ def test_nothing_is_done_that_cannot_be_written_down(
         disk.fails = False
         stages = await stage.until("canary", "rolled_back")
         assert stages[:2] == ["shadow", "canary"]
+
+    run(tmp_path, work)
+
+
+def test_whoever_hangs_up_leaves_nothing_half_done(tmp_path: Path) -> None:
+    async def hung_up(stage: Stage, work: Coroutine[Any, Any, Any]) -> None:
+        with locked(stage.database):
+            asking = asyncio.create_task(work)
+            await asyncio.sleep(0.4)
+            asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await asking
+        await stage.deployments.rows()  # all that was asked of the disk before is done
+        await asyncio.sleep(0.05)
+
+    async def work(stage: Stage) -> None:
+        await stage.deploy({**CANARY, "least_s": 60}, FULL)
+        await hung_up(stage, stage.deployments.roll_back("a drill"))
+        assert stage.driver.candidate is None
+        assert stage.deployments.current() is None
+        await hung_up(stage, stage.deployments.put(MINE, "a test"))
+        assert stage.database.policies()[0]["name"] == stage.driver.parameters.name == "mine"
+        await stage.deployments.put(LIVE, "a test")
+        await hung_up(stage, stage.deploy({**CANARY, "least_s": 60}, FULL))
+        (row, *_) = await stage.deployments.rows()
+        current = stage.deployments.current()
+        assert (current is not None) == (row.stage == "canary"), row
+
+    run(tmp_path, work)
+
+
+def test_while_the_disk_hangs_it_is_judged_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WRITE_S_MOST", 0.1)
+
+    async def work(stage: Stage) -> None:
+        for first in (SHADOW, {**CANARY, "least_s": 60}):  # one that may go on, and one that holds
+            await stage.deploy(first, {**CANARY, "share_permille": 500}, FULL, window_s=2,
+                               held_windows_most=1)  # fmt: skip
+            with locked(stage.database):
+                await asyncio.sleep(2.6)
+                assert stage.deployments.current() is None
+                assert stage.driver.candidate is None
+            assert (await stage.until("rolled_back"))[-1] == "rolled_back"
+
+    run(tmp_path, work)
+
+
+def test_what_could_not_be_written_when_it_was_done_is_done_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(stage: Stage) -> None:
+        disk = Broken(stage.database, monkeypatch)
+        await stage.deploy(FULL, window_s=60)
+        disk.fails = True
+        await asyncio.sleep(1.3)
+        assert stage.deployments.current() is not None
+        disk.fails = False
+        assert await stage.until("done") == ["full", "done"]
+        assert stage.deployments.current() is None
+
+    run(tmp_path, work)
+
+
+def test_what_breaks_halfway_into_a_stage_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(stage: Stage) -> None:
+        driver = stage.driver
+        for name, stages in (("canary", (CANARY, FULL)), ("switch", (FULL,))):
+            real = getattr(driver, name)
+
+            def breaks(*asked: Any, real: Callable[..., None] = real, name: str = name) -> None:
+                real(*asked)
+                driver.parameters = LIVE
+                monkeypatch.undo()
+                raise KeyError(name)
+
+            monkeypatch.setattr(driver, name, breaks)
+            await stage.deploy(*stages)
+            assert await stage.until("rolled_back") == [stages[0]["kind"], "rolled_back"]
+            assert isinstance(driver.policy, Service)
+            assert driver.policy.canary is None
+            assert driver.policy.parameters == driver.parameters == LIVE
 
     run(tmp_path, work)
 
@@ -276,12 +374,75 @@ def test_going_back_finds_what_ruled_before(tmp_path: Path) -> None:
         assert stage.driver.parameters == MINE
         row = await stage.deployments.roll_back("it was no good")
         assert (row.name, row.by, row.steps[-1].why) == ("live", "rollback", "it was no good")
+        assert "live rules again, mine no more" in stage.ear.alerts[-1].cause
         assert stage.driver.parameters == LIVE
         diff = await stage.deployments.diff(row.id)
         assert [(each.key, each.after) for each in diff.changes] == [
             ("name", "live"), ("tiers.turbo_max_tflop", 50),
         ]  # fmt: skip
         assert (await stage.deployments.diff(row.id, row.id)).changes == ()
+
+    run(tmp_path, work)
+
+
+def test_going_back_twice_goes_back_once(tmp_path: Path) -> None:
+    async def work(stage: Stage) -> None:
+        await stage.deployments.put(MINE, "a test")
+        await stage.deployments.roll_back("it was no good")
+        with pytest.raises(Refusal, match="the policy from before rules again"):
+            await stage.deployments.roll_back("it was no good")
+        await stage.deployments.put(MINE, "a test")
+        with pytest.raises(Refusal, match="there is no evidence"):
+            await stage.deployments.deploy(Papers(render(LIVE), override=" "), "a test")
+        assert (
+            await stage.deployments.roll_back("what was refused changed nothing")
+        ).name == "live"
+
+    run(tmp_path, work)
+
+
+def test_what_is_no_evidence_does_not_stand_as_such_in_the_history(tmp_path: Path) -> None:
+    async def work(stage: Stage) -> None:
+        asked = Papers(render(MINE), evidence="{}", override="a test", plan={"stages": [FULL]})
+        await stage.deployments.deploy(asked, "a test")
+        assert not (await stage.deployments.rows())[0].evidence
+
+    run(tmp_path, work)
+
+
+def test_of_two_that_are_asked_for_at_once_one_begins(tmp_path: Path) -> None:
+    async def work(stage: Stage) -> None:
+        async def one() -> int | str:
+            try:
+                return await stage.deploy({**CANARY, "least_s": 60}, FULL)
+            except Refusal as refusal:
+                return refusal.code
+
+        first = asyncio.create_task(one())
+        others: list[int | str] = []
+        while not first.done():
+            await asyncio.sleep(0)  # whoever is checked next must not keep it from beginning
+            others.append(await one())
+        current = stage.deployments.current()
+        assert current is not None
+        assert await first == current.id
+        assert set(others) == {"busy"}
+
+    run(tmp_path, work)
+
+
+def test_what_never_ruled_is_not_put_back(tmp_path: Path) -> None:
+    async def work(stage: Stage) -> None:
+        with pytest.raises(Refusal, match="there is no evidence"):
+            await stage.deployments.deploy(Papers(render(MINE)), "a test")
+        (row, *_) = await stage.deployments.rows()
+        with pytest.raises(Refusal, match=r"\(mine\) was refused: only"):
+            await stage.deployments.roll_back("why", row.id)
+        number = await stage.deploy({**CANARY, "least_s": 60}, FULL)
+        await stage.deployments.roll_back("a drill")
+        with pytest.raises(Refusal, match=r"\(mine\) was rolled back: only"):
+            await stage.deployments.roll_back("why", number)
+        assert stage.driver.parameters is LIVE
 
     run(tmp_path, work)
 

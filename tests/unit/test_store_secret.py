@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,21 @@ def test_what_others_could_read_they_no_longer_can(
     assert kept_key(path) == b"k" * 32
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "could be read by others" in caplog.text
+
+
+def test_one_whose_mode_is_not_ours_to_change_is_read_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "deploy.key"
+    path.write_bytes(b"k" * 32)
+    path.chmod(0o644)
+
+    def mounted(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(type(path), "chmod", mounted)
+    assert kept_key(path) == b"k" * 32
+    assert "can be read by others" in caplog.text
 
 
 def test_a_secret_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

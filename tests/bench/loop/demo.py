@@ -38,7 +38,8 @@ schema: 1
 name: guessed
 discipline: tiered
 inflight:
-  sequences_permille: 10  # two or three requests a server: far too few
+  sequences_permille: 10
+  kv_permille: 10  # two or three requests a server: far too few
 tiers:
   turbo_max_tflop: 5
 """
@@ -47,6 +48,7 @@ schema: 1
 objectives: [goodput, p0_ttft_p95_s]
 space:
   inflight.sequences_permille: {low: 10, high: 2000, log: true}
+  inflight.kv_permille: {low: 10, high: 1000, log: true}
   tiers.turbo_max_tflop: {low: 1, high: 200, log: true}
   tiers.lend_wait_ms: {low: 50, high: 800}
 """
