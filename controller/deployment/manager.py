@@ -185,7 +185,8 @@ class Deployments(Listener):
         if running.broken:
             return
         try:
-            for result in running.watcher.step(now_ns, event, decisions):
+            told = running.watcher.aside(now_ns)
+            for result in (*told, *running.watcher.step(now_ns, event, decisions)):
                 running.judge.settled(result)
         except Exception as error:  # requests must not notice
             LOGGER.exception("the judge of deployment %d failed", running.id)
@@ -267,6 +268,14 @@ class Deployments(Listener):
         drifting = drifting_replicas(self._driver.policy)
         question = papers.Question(new, live, self._key, self._wall_s(), drifting)
         evidence, reasons = await asyncio.to_thread(papers.check, asked, question)
+        if evidence is not None:
+            failed = await self._database.run(lambda db: table.failed_with(db, asked.evidence))
+            if failed is not None:
+                reasons = [
+                    *reasons,
+                    f"deployment {failed} on this evidence was rolled back by its judge: live"
+                    " traffic has said otherwise, so validate on traffic recorded since",
+                ]
         plan = plan_of(asked.plan, evidence)
         override = asked.override.strip()
         entry = table.New(

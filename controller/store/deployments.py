@@ -187,6 +187,16 @@ def end_interrupted(db: sqlite3.Connection, at_s: float, why: str) -> list[Entry
     return left
 
 
+def failed_with(db: sqlite3.Connection, evidence: str) -> int | None:
+    """The last deployment on this very evidence that its judge rolled back; None: there is none."""
+    row = db.execute(
+        "SELECT max(deployment) FROM transitions JOIN deployments ON deployment = deployments.id"
+        " WHERE evidence = ? AND stage = ? AND json_extract(figures, '$.evidence') IS NOT NULL",
+        (evidence, ROLLED_BACK),
+    ).fetchone()
+    return None if row[0] is None else int(row[0])
+
+
 def newest(db: sqlite3.Connection) -> Entry | None:
     """The last one that was not refused."""
     row = db.execute(

@@ -26,12 +26,12 @@ from policy.compose import build_policy
 from policy.deployment import DeploymentPlan
 from policy.deployment import Stage as Step
 from policy.events import CanaryEnded, CanaryStarted, PolicySwitched
-from policy.evidence import Band
+from policy.evidence import Band, encode
 from policy.files import FileError
 from policy.log import HashLog
 from policy.parameters import canonical, render
 from policy.service import Service
-from tests.deploy_support import KEY, evidence_for
+from tests.deploy_support import KEY, evidence_for, packed
 from tests.policy_support import parameters
 
 if TYPE_CHECKING:
@@ -482,3 +482,18 @@ def test_a_diff_names_keys_and_values() -> None:
                changes_between(canonical(LIVE), canonical(MINE))}  # fmt: skip
     assert changes == {"name": ("live", "mine"), "tiers.turbo_max_tflop": (50, 60)}
     assert all(each.before is None for each in changes_between("", canonical(LIVE)))
+
+
+def test_evidence_that_live_traffic_spoke_against_is_not_taken_again(tmp_path: Path) -> None:
+    async def work(stage: Stage) -> None:
+        made = evidence_for(MINE, LIVE)
+        papers = Papers(
+            render(MINE), encode(made.evidence).decode(), packed(made.log),
+            plan={"look_s": 1, "window_s": 1, "stages": [CANARY, FULL]},
+        )  # fmt: skip
+        await stage.deployments.deploy(papers, "t")
+        await stage.until("rolled_back")  # nobody asks for anything: too little data
+        with pytest.raises(Refusal, match="deployment 1 on this evidence was rolled back"):
+            await stage.deployments.deploy(papers, "t")
+
+    run(tmp_path, work)

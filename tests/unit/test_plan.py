@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,7 +33,15 @@ from twin.plan.machines import (
     widened,
 )
 from twin.plan.search import largest_load, smallest
-from twin.plan.workload import Workload, _poisson, day_of, models_of, workload_of
+from twin.plan.show import short_names
+from twin.plan.workload import (
+    WINDOW_LEAST_S,
+    Workload,
+    _poisson,
+    day_of,
+    models_of,
+    workload_of,
+)
 from twin.uncertainty import errors_of, perturbed
 
 if TYPE_CHECKING:
@@ -120,6 +129,9 @@ def test_prices_of_a_file_go_before_the_shipped_ones(tmp_path: Path) -> None:
     path.write_text("schema: 1\ngpus: {h20: {usd_per_hour: 9.5, source: mine}}", encoding="utf-8")
     with pytest.raises(FileError, match=r"gpus\.h20: unknown card .*h200"):
         load_prices(path)
+    path.write_text("schema: 1\ngpus: {h200: {usd_per_hour: -3, source: mine}}", encoding="utf-8")
+    with pytest.raises(FileError, match=r"gpus\.h200: usd_per_hour: Expected .*, got -3"):
+        load_prices(path)
 
 
 # Statistics
@@ -149,6 +161,22 @@ def test_a_predicted_interval_holds_nine_in_ten_of_the_next() -> None:
         found = predicted("x", seen, "s", "fitted")
         inside += found.low <= following <= found.high
     assert 0.88 <= inside / 2000 <= 0.925, "widened to hold the first, so a little above 90 %"
+
+
+def test_what_is_free_has_no_interval() -> None:
+    free = predicted("usd", [0.0, 0.0, 0.0], "USD", "fitted")
+    assert free.low == free.value == free.high == 0.0
+
+
+def test_a_row_names_no_model_where_cards_tell_enough() -> None:
+    one, other = (machine_like(name) for name in ("h100-sxm/m", "h100-sxm/m@tp2"))
+    assert short_names([one, other]) == {one.name: "h100-sxm", other.name: "h100-sxm@tp2"}
+    twin = machine_like("h100-sxm/other")
+    assert short_names([one, twin]) == {one.name: one.name, twin.name: twin.name}
+
+
+def machine_like(name: str) -> Any:
+    return SimpleNamespace(name=name)
 
 
 def test_an_interval_has_no_end_where_a_run_has_none() -> None:
@@ -303,18 +331,27 @@ def test_whether_it_fits_is_arithmetic() -> None:
 
 def test_a_stretch_is_the_busiest_part(tmp_path: Path) -> None:
     quiet = [
-        {"arrival_s": 2.0 * n, "prompt_tokens": 100, "output_tokens": 10, "model": "m"}
+        {
+            "arrival_s": 2.0 * n,
+            "prompt_tokens": 100,
+            "output_tokens": 10,
+            "model": "m",
+            "user_id": n,
+        }
         for n in range(100)
     ]
     busy = [
-        {"arrival_s": 300 + 0.1 * n, "prompt_tokens": 100, "output_tokens": 10, "model": "m"}
+        {"arrival_s": 300 + 0.1 * n, "prompt_tokens": 100, "output_tokens": 10, "model": "m",
+         "user_id": n % 3}
         for n in range(100)
-    ]
+    ]  # fmt: skip
     trace = write_rows(tmp_path / "t.parquet", quiet + busy)
     found = workload_of(trace, tmp_path / "days", model="m", rows=50)
     assert found.rows == 50
     assert found.span_s == pytest.approx(4.9)
-    assert found.notes == ("the busiest 50 of 200 requests",)
+    assert found.notes[0] == "the busiest 50 of 200 requests"
+    assert found.notes[1].startswith("less than a minute")
+    assert found.users == 100, "those of the whole trace: whoever asks does not know the stretch"
 
 
 def test_other_models_and_embeddings_are_left_out(tmp_path: Path) -> None:
@@ -348,7 +385,10 @@ def test_other_days_are_like_the_first_and_the_same_each_time(
     assert days[0] == days[1]
 
 
-def test_a_load_that_has_grown_has_more_of_the_same_at_its_own_pace(load: Workload) -> None:
+def test_a_load_that_has_grown_has_more_of_the_same_at_its_own_pace(tmp_path: Path) -> None:
+    load = workload_of(
+        write_rows(tmp_path / "t.parquet", rows(1500, 5.0)), tmp_path, model="qwen3-8b"
+    )
     for number in (0, 2):
         from_s, until_s = load.window(4.0)
         assert until_s - from_s == pytest.approx(load.span_s / 4)
@@ -357,6 +397,8 @@ def test_a_load_that_has_grown_has_more_of_the_same_at_its_own_pace(load: Worklo
         inside = ((load.arrival_s >= from_s) & (load.arrival_s <= until_s)).sum()
         assert grown.rows == pytest.approx(4 * inside, rel=0.25 if number else 0.0)
         assert grown.duration_s <= load.span_s / 4 + 1e-6
+    from_s, until_s = load.window(100.0)
+    assert until_s - from_s == pytest.approx(WINDOW_LEAST_S), "no fleet fails in half a second"
     assert load.window(0.5) == (0.0, load.span_s), "a smaller load is thinned"
     thin = open_trace(day_of(load.day_0, 0, 0.5, load.window(0.5)))
     assert thin.rows == pytest.approx(load.rows / 2, rel=0.2)

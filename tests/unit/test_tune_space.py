@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -89,6 +90,10 @@ def test_points_are_counted_where_they_can_be() -> None:
         ({"tiers.lend_wait_ms": {"low": 1.5}}, "is a whole number, got low 1.5"),
         ({"tiers.lend_wait_ms": {"around": "2"}}, "write x2"),
         ({"tiers.lend_wait_ms": {"around": "x1"}}, "write x2"),
+        ({"tiers.lend_wait_ms": {"around": f"x{10**400}"}}, "write x2"),
+        ({"tiers.lend_wait_ms": {"high": math.inf}}, "high inf is no number"),
+        ({"tiers.lend_wait_ms": 5}, "5 is neither a range nor a list"),
+        ({"tiers.lend_wait_ms": {"lo": 5}}, "lo: unknown key"),
         ({"tiers.lend_wait_ms": {"around": "x2", "low": 3}}, "either around, or low and high"),
         ({"limits.model_per_s": {"around": "x2"}}, "which has no half and no double"),
         ({"shedding.enabled": {"low": 0}}, "is no number"),

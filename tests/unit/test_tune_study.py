@@ -27,10 +27,11 @@ from tests.tune_support import (
     work,
 )
 from traces import TraceError
+from twin.replay import ReplayOptions
 from twin.tune.confirm import confirm
 from twin.tune.engines import HereEngine, LocalEngine
 from twin.tune.objectives import TuneError, goals_of
-from twin.tune.study import PLAYED, Settings, open_tuning
+from twin.tune.study import OWNER, PLAYED, Settings, open_tuning
 from twin.tune.tuning import tune
 from twin.tune.work import Order, Rival
 
@@ -176,7 +177,15 @@ def test_a_policy_that_breaks_a_constraint_is_not_better() -> None:
 
 def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, space_of(GRID), 2)
-    tune(plan)
+    wrong = replace(plan, work=replace(plan.work, options=ReplayOptions(scale=0.0)))
+    open_tuning(
+        wrong.space, wrong.goals, wrong.work, wrong.settings, storage=wrong.storage,
+        name=wrong.study,
+    )  # fmt: skip
+    tune(plan)  # nothing had been played: it may be played otherwise
+    faster = replace(plan, work=replace(plan.work, options=ReplayOptions(speed=2.0)))
+    with pytest.raises(TuneError, match="other: what is played"):
+        tune(faster)
     other = replace(plan, space=space_of({"shedding.enabled": [True, False]}))
     with pytest.raises(TuneError, match="about something else"):
         tune(other)
@@ -260,7 +269,8 @@ def test_a_tuning_that_is_killed_goes_on_and_loses_nothing(tmp_path: Path) -> No
     assert {number: after[number] for number in kept} == kept
     study = optuna.load_study(study_name="tune", storage=storage)
     running = (optuna.trial.TrialState.RUNNING,)
-    assert not study.get_trials(deepcopy=False, states=running)
+    left = study.get_trials(deepcopy=False, states=running)
+    assert not [trial for trial in left if OWNER in trial.user_attrs]  # else it died as it began
     result = msgspec.json.decode((tmp_path / "result.json").read_bytes())
     assert result["trials"]["finished"] == 16
 

@@ -76,7 +76,7 @@ def cause_of(outcome: Outcome, machine: Machine, fault: str = "none") -> Cause:
         )
     return Cause(
         "queue",
-        f"up to {seen.queued_most} requests wait in the policy's queue while the cache is "
+        f"up to {seen.queued_most} at a time wait in the policy's queue while the cache is "
         f"{seen.kv_share_p95:.0%} full and {seen.seats_share_p95:.0%} of the seats are taken",
         "the policy's in-flight targets (inflight), or more replicas",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -52,7 +53,16 @@ COARSE_S = 6.0
 
 
 def _list(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise BadInput(f"{parameter.opts[0]}: write names with commas")
+    return found
+
+
+def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise BadInput(f"{parameter.opts[0]} {value}: write a number")
+    return value
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> tuple[float, ...]:
@@ -60,17 +70,17 @@ def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> t
         found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError as error:
         raise BadInput(
-            f"--{parameter.name} {text}: write numbers with commas, as in 1,1.5,2"
+            f"{parameter.opts[0]} {text}: write numbers with commas, as in 1,1.5,2"
         ) from error
-    if not found or not all(0 < number < 1000 for number in found):
-        raise BadInput(f"--{parameter.name} {text}: each must be above 0 and below 1000")
+    if not all(0 < number < 1000 for number in found):
+        raise BadInput(f"{parameter.opts[0]} {text}: each must be above 0 and below 1000")
     return found
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
     numbers = _numbers(context, parameter, text)
     if any(number != int(number) for number in numbers):
-        raise BadInput(f"--{parameter.name} {text}: write whole numbers of cards, as in 1,2,4")
+        raise BadInput(f"{parameter.opts[0]} {text}: write whole numbers of cards, as in 1,2,4")
     return tuple(int(number) for number in numbers)
 
 
@@ -244,10 +254,13 @@ def prepared(
 def _coarse(ready: Ready, growths: tuple[float, ...]) -> None:
     """The formula's answer, and whether it holds on a short stretch."""
     from rich.console import Console
+    from rich.text import Text
 
     from twin.plan.planning import coarse
     from twin.plan.show import sizes_table
 
+    if not ready.machines:
+        return
     began_s = time.perf_counter()
     found = coarse(ready.machines, growths, ready.setting)
     console = Console()
@@ -255,7 +268,7 @@ def _coarse(ready: Ready, growths: tuple[float, ...]) -> None:
     for size in found:
         late = time.perf_counter() - began_s > COARSE_S
         if size.growth == growths[0] and size.replicas is not None and not late:
-            click.echo(short_check(ready, size))
+            console.print(Text(short_check(ready, size)))
 
 
 def short_check(ready: Ready, size: Size) -> str:
@@ -263,14 +276,18 @@ def short_check(ready: Ready, size: Size) -> str:
     from dataclasses import replace
 
     from twin.plan.cell import play
+    from twin.plan.estimates import wilson
 
     setting = replace(ready.setting, load=ready.short)
     outcome = play(setting.cell(size.machine, size.count, size.growth))
     broken = ", ".join(need.text() for need in outcome.broken)
     said = "hold" if outcome.holds else f"do not hold ({broken})"
+    every = outcome.groups["all", ""]
+    low, high = wilson(every.good, every.offered)
     return (
         f"On the busiest {ready.short.rows:,} requests {size.machine.text(size.count)} {said}: "
-        f"{outcome.groups['all', ''].attainment:.1%} are good (extrapolated from a short run)."
+        f"{every.attainment:.1%} are good ({low:.1%} to {high:.1%}, extrapolated from one short "
+        "run)."
     )
 
 
@@ -323,7 +340,9 @@ def _answer(function: Callable[[Asking], Answer], given: dict[str, Any]) -> None
         raise BadInput(f"--have {have}: a number of replicas, or 0")
     with clear_errors(), prepared(**given) as ready:
         if not ready.machines:
-            raise BadInput("; ".join(f"gate {one.gate}: {one.why}" for one in ready.rejected))
+            raise BadInput("; ".join(
+                f"{one.name}: gate {one.gate}: {one.why}" for one in ready.rejected
+            ))  # fmt: skip
         with _runs(given["jobs"], given["quiet"]) as (runs, _):
             asking = Asking(ready.setting, tuple(ready.machines), runs, ready.folder / "machines",
                             have)  # fmt: skip
@@ -332,10 +351,13 @@ def _answer(function: Callable[[Asking], Answer], given: dict[str, Any]) -> None
 
 
 def _tell(answer: Answer, out: Path | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     from twin.plan.show import write_json
 
     for text in answer.sentences:
-        click.echo(text)
+        Console().print(Text(text))
     for figure in answer.figures:
         click.echo(f"  {figure.name}: {figure.text()}")
     if out is not None:
@@ -344,7 +366,8 @@ def _tell(answer: Answer, out: Path | None) -> None:
 
 @ask.command("users")
 @plan_options
-@click.option("--users", required=True, type=click.IntRange(1), metavar="N")
+@click.option("--users", required=True, type=click.IntRange(1), metavar="N",
+            help="So many; the trace's are counted over all of it.")  # fmt: skip
 def ask_users(users: int, **given: Any) -> None:
     """How many GPUs for so many users?"""
     from twin.plan.questions import gpus_for_users
@@ -356,6 +379,7 @@ def ask_users(users: int, **given: Any) -> None:
 @plan_options
 @have_option
 @click.option("--p99", default=2.0, show_default=True, type=click.FloatRange(0.001), metavar="S",
+              callback=_finite,
               help="Seconds to the first token of the first class.")  # fmt: skip
 def ask_capacity(p99: float, **given: Any) -> None:
     """How many users on what I have, before p99 falls off?"""
@@ -367,8 +391,9 @@ def ask_capacity(p99: float, **given: Any) -> None:
 @ask.command("fit")
 @click.argument("name", metavar="CARD/MODEL[@tpN]")
 @click.option("--context", "context_tokens", default=8192, show_default=True,
-              type=click.IntRange(1), metavar="TOKENS")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE")
+              type=click.IntRange(1), metavar="TOKENS",
+              help="Of the longest request, prompt and answer together.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The same as JSON.")
 def ask_fit(name: str, context_tokens: int, out: Path | None) -> None:
     """Do the model and that context fit on the card?"""
     from twin.plan.questions import does_it_fit
@@ -379,8 +404,10 @@ def ask_fit(name: str, context_tokens: int, out: Path | None) -> None:
 
 @ask.command("tp")
 @plan_options
-@click.option("--large", default=8, show_default=True, type=click.IntRange(2))
-@click.option("--small", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--large", default=8, show_default=True, type=click.IntRange(2), metavar="CARDS",
+              help="Of one replica.")  # fmt: skip
+@click.option("--small", default=4, show_default=True, type=click.IntRange(1), metavar="CARDS",
+              help="Of each of the several replicas on as many cards.")  # fmt: skip
 def ask_tp(large: int, small: int, **given: Any) -> None:
     """Is TP8 worth twice TP4?"""
     from twin.plan.questions import tensor_parallel
@@ -400,7 +427,8 @@ def ask_gpu(**given: Any) -> None:
 @ask.command("double")
 @plan_options
 @have_option
-@click.option("--factor", default=2.0, show_default=True, type=click.FloatRange(0.01, 100))
+@click.option("--factor", default=2.0, show_default=True, type=click.FloatRange(0.01, 100),
+              callback=_finite, help="Times today's load.")  # fmt: skip
 def ask_double(factor: float, **given: Any) -> None:
     """What if traffic doubles?"""
     from twin.plan.questions import doubled
@@ -430,7 +458,8 @@ def ask_cost(**given: Any) -> None:
 @ask.command("burst")
 @plan_options
 @have_option
-@click.option("--factor", default=2.0, show_default=True, type=click.FloatRange(1, 100))
+@click.option("--factor", default=2.0, show_default=True, type=click.FloatRange(1, 100),
+              callback=_finite, help="Times the load of that time.")  # fmt: skip
 def ask_burst(factor: float, **given: Any) -> None:
     """A burst: buffer it or overflow?"""
     from twin.plan.questions import burst
@@ -461,7 +490,8 @@ def ask_flag(**given: Any) -> None:
 @ask.command("shed")
 @plan_options
 @have_option
-@click.option("--growth", default=0.0, help="Of the load; 0: a little beyond the knee.")
+@click.option("--growth", default=0.0, type=click.FloatRange(0, 1000), callback=_finite,
+              help="Of the load; 0: a little beyond the knee.")  # fmt: skip
 def ask_shed(growth: float, **given: Any) -> None:
     """Which business line can be shed with the least harm?"""
     from twin.plan.questions import least_harm

@@ -34,19 +34,25 @@ class Effect:
     points: Estimate
     """Of attainment, in per cent points."""
     lasts_s: Estimate
+    """Its upper end is infinite where the stretch ends before the group is as good as before."""
     missed: Estimate
     """Requests that would have been good."""
 
+    @property
+    def name(self) -> str:
+        """Of the group, for people."""
+        return self.group.capitalize() if self.kind == "tier" else self.group or "other"
+
 
 def effects_of(plain: Outcome, hit: Outcome, kind: Kind) -> tuple[Effect, ...]:
-    """By group, the hardest hit first; groups that do not notice are left out."""
+    """By group, the hardest hit first, of equals a tier; groups that do not notice are left out."""
     found = [
         effect
         for key in plain.bins
         if key in hit.bins and key[1]
         and (effect := _effect(key, plain, hit, kind)) is not None
     ]  # fmt: skip
-    return tuple(sorted(found, key=lambda effect: -effect.points.value))
+    return tuple(sorted(found, key=lambda one: (-one.points.value, one.kind != "tier")))
 
 
 def _effect(key: tuple[str, str], plain: Outcome, hit: Outcome, kind: Kind) -> Effect | None:
@@ -72,12 +78,13 @@ def _effect(key: tuple[str, str], plain: Outcome, hit: Outcome, kind: Kind) -> E
     reach = Z * math.sqrt(p * (1 - p) / before[1] + q * (1 - q) / after[1])
     points = 100 * (p - q)
     lasts = (last + 1) * BIN_S - hit.fault_s
+    most = lasts + BIN_S if last + QUIET_BINS < size else math.inf
     missed = (p - q) * float(after[1])
     return Effect(
         key[0], key[1],
         Estimate("points", points, max(0.0, points - 100 * reach), points + 100 * reach,
                  "points", kind),
-        Estimate("lasts_s", lasts, max(0.0, lasts - BIN_S), lasts + BIN_S, "s", kind),
+        Estimate("lasts_s", lasts, max(0.0, lasts - BIN_S), most, "s", kind),
         Estimate("missed", missed, max(0.0, missed * (1 - reach / (p - q))),
                  missed * (1 + reach / (p - q)), "requests", kind),
     )  # fmt: skip

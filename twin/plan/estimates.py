@@ -61,7 +61,7 @@ def predicted(
     """
     own = values[0]
     finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < 2:
+    if len(finite) < 2 or (not share and not any(finite)):  # what is free is so every day
         low, high = wilson(round(own * of), of) if share and of else (min(values), max(values))
         return Estimate(name, own, min(low, own), max(high, own), unit, kind, len(values))
     scaled = [_logit(value, of) if share else math.log(max(value, 1e-9)) for value in finite]

@@ -190,7 +190,10 @@ def load_prices(path: Path | None) -> Prices:
     """
     if path is None:
         return Prices()
-    prices = decode(read_document(path), Prices, str(path))
+    raw = read_document(path)
+    for name, price in _mapping(raw.get("gpus")):  # one by one: errors name the card and the value
+        decode(price, Price, f"{path}: gpus.{name}", schema=None)
+    prices = decode(raw, Prices, str(path))
     for name in prices.gpus:
         if name not in load_gpus():
             raise FileError(

@@ -342,9 +342,9 @@ def candidates(
         try:
             found.append(machine_of(name, folder))
         except FileError as error:
-            rejected.append(Rejected(name, "profile", str(error)))
+            rejected.append(Rejected(name, "profile", str(error).removeprefix(f"{name}: ")))
         except PlanError as error:
-            rejected.append(Rejected(name, "memory", str(error)))
+            rejected.append(Rejected(name, "memory", str(error).removeprefix(f"{name}: ")))
     return found, rejected
 
 

@@ -253,7 +253,8 @@ def million_usd(
 ) -> Estimate:
     """Of a million output tokens within every promise, at the load of the day."""
     each = setting.prices.usd_per_hour(machine.gpu) * machine.cards / 3600
-    seconds = setting.load.span_s / max(1.0, growth)
+    from_s, until_s = setting.load.window(growth)
+    seconds = until_s - from_s
     values = [
         replicas * each * seconds / outcome.good_tokens * 1e6 if outcome.good_tokens else math.inf
         for outcome in outcomes
@@ -344,6 +345,8 @@ def knee_of(
         others = list(threads.map(lambda run: largest(run, start), days))
     middles = [_middle(*ends) for ends in ((good, bad), *others)]
     multiple = predicted("knee", [max(m, 1e-3) for m in middles], "x the load", machine.kind)
+    if len(middles) == 1:  # nothing says how days differ: only where the search ended
+        multiple = replace(multiple, low=good, high=bad)
     after = _round(bad if math.isfinite(bad) else good)
     points = sorted({*(_round(p * max(known, 1e-3)) for p in curve), _round(good or after), after})
     seen = runs.all([setting.cell(machine, replicas, point) for point in points])

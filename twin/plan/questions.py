@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from policy.files import FileError
 from twin.plan.causes import cause_of
+from twin.plan.cell import REPLACED_S
 from twin.plan.effects import effects_of
 from twin.plan.estimates import Estimate, exact, predicted
 from twin.plan.inputs import Need, PlanError
 from twin.plan.machines import Machine, card_name, fit_of, machine_of
 from twin.plan.planning import fault_cell, knee_of, million_usd, month_usd, size_of
-from twin.plan.words import fault_sentence, knee_sentence, size_sentence
+from twin.plan.search import smallest
+from twin.plan.words import duration, fault_sentence, knee_sentence, size_sentence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +90,7 @@ def gpus_for_users(asking: Asking, users: int) -> Answer:
     """How many GPUs do so many users take?"""
     load = asking.setting.load
     if not load.users:
-        raise PlanError(f"{load.trace} names no users: give one that does, or use --grow")
+        raise PlanError(f"{load.trace} names no users: give one that does, or use plan --grow")
     growth = users / load.users
     sizes = [
         size for machine in asking.machines
@@ -110,8 +112,8 @@ def users_on_fleet(asking: Asking, ttft_s_p99: float) -> Answer:
     setting = asking.setting
     if not setting.load.users:
         raise PlanError(f"{setting.load.trace} names no users: `plan` gives the knee as a multiple")
-    classes = list(setting.load.counts("class"))
-    needs = tuple(Need("class", name, "ttft_s_p99", ttft_s_p99) for name in classes[:1])
+    first = min(setting.load.counts("class"), key=lambda name: name or "~")  # named ones first
+    needs = (Need("class", first, "ttft_s_p99", ttft_s_p99),)
     setting = replace(setting, promise=replace(setting.promise, needs=needs))
     count = asking.count()
     knee = knee_of(asking.machine, count, setting, asking.runs, curve=())
@@ -156,7 +158,10 @@ def tensor_parallel(asking: Asking, large: int, small: int) -> Answer:
         knee_of(machine, count, asking.setting, asking.runs, draws=3, curve=())
         for machine, count in ((one, 1), (many, times))
     ]
-    first, second = (knee.multiple for knee in knees)
+    first, second = (
+        replace(knee.multiple, name=f"knee/TP{size}")
+        for knee, size in zip(knees, (large, small), strict=True)
+    )
     ratio = Estimate("ratio", first.value / second.value, first.low / max(second.high, 1e-9),
                      first.high / max(second.low, 1e-9), "x", first.kind)  # fmt: skip
     verdict = "is worth" if ratio.low > 1 else "is not worth" if ratio.high < 1 else "may be worth"
@@ -183,7 +188,11 @@ def which_gpu(asking: Asking) -> Answer:
         text += f"; {card_name(rest[0].machine.gpu.name)} costs {more:.0%} more"
     texts = [f"{text}.", *(size_sentence(s, asking.setting.promise.confidence) for s in found)]
     texts += [f"{r.name}: gate {r.gate}: {r.why}." for s in sizes if (r := s.refused)]
-    return Answer("which card", tuple(texts), tuple(f for size in found for f in _own(size)))
+    figures = (
+        replace(figure, name=f"{size.machine.name} {figure.name}")
+        for size in found for figure in _own(size)
+    )  # fmt: skip
+    return Answer("which card", tuple(texts), tuple(figures))
 
 
 def doubled(asking: Asking, growth: float = 2.0) -> Answer:
@@ -195,7 +204,8 @@ def doubled(asking: Asking, growth: float = 2.0) -> Answer:
     seen = asking.runs.all(cells)
     kept = _attained("attainment_as_is", seen, asking.machine)
     then = asking.size(growth)
-    state = "still holds" if all(one.holds for one in seen) else "breaks"
+    state = "still hold" if all(one.holds for one in seen) else "break"
+    state += "s" if now == 1 else ""
     broken = ", ".join(need.text() for need in seen[0].broken)
     cause = cause_of(seen[0], asking.machine)
     texts = [
@@ -223,8 +233,10 @@ def n_plus_one(asking: Asking) -> Answer:
         more = even_so.count - size.count
         texts.append(f"With a card lost at the peak it takes {size.machine.text(even_so.count)}: "
                      f"{more} more.")  # fmt: skip
-    figures = tuple(f for f in (size.replicas, even_so.replicas) if f is not None)
-    figures += tuple(effect.points for effect in cell.effects[:3])
+    figures: tuple[Estimate, ...] = () if size.replicas is None else (size.replicas,)
+    if even_so.replicas is not None:
+        figures += (replace(even_so.replicas, name="replicas_n1"),)
+    figures += tuple(replace(one.points, name=f"points/{one.name}") for one in cell.effects[:3])
     return Answer("N+1", tuple(texts), figures)
 
 
@@ -264,22 +276,29 @@ def burst(asking: Asking, factor: float = 2.0) -> Answer:
     days = range(min(3, setting.draws))
     kept = [seen(count, run) for run in days]
     buffered = _attained("attainment_buffered", kept, machine)
-    extra = next((n for n in range(1, 2 * count + 9) if seen(count + n).holds), None)
+    most = 3 * count + 8
+    enough = smallest(lambda n: seen(n).holds, guess=2 * count, least=count + 1, most=most)
     plain = asking.runs.see(setting.cell(machine, count))
     effects = effects_of(plain, kept[0], machine.kind)
     lost = effects[0] if effects else None
     texts = [
         f"A burst of {factor:g}x on {machine.text(count)}, left to wait: {buffered.value:.1%} of "
         f"the day's requests are good ({buffered.low:.1%} to {buffered.high:.1%}, {buffered.kind})"
-        + (f", {lost.group} loses {lost.points.value:.2g} points for {lost.lasts_s.value:.0f} s"
+        + (f", {lost.name} loses {lost.points.value:.2g} points for {duration(lost.lasts_s)}"
            if lost else "")
         + ".",
     ]  # fmt: skip
     if all(one.holds for one in kept):
         texts.append("Buffer: every promise holds, so overflow buys nothing.")
-    elif extra is None:
-        texts.append("Neither waiting nor twice the replicas holds the promises in such a burst.")
+    elif enough is None:
+        last = seen(most)
+        cause = cause_of(last, machine)
+        texts.append(
+            f"Not even {machine.text(most)} hold it ({', '.join(n.text() for n in last.broken)} "
+            f"breaks): what gives way there is the {cause.part}: {cause.why}."
+        )
     else:
+        extra = enough - count
         cold_s = machine.profile.cold_start.total_s if machine.profile.cold_start else 100.0
         texts.append(
             f"Overflow: {machine.text(extra)} more hold it, if they are there when it comes: a "
@@ -319,7 +338,15 @@ def cold_start(asking: Asking) -> Answer:
     source = f" The profile's {whole_s:g} s: {known.source}." if known else ""
     share = figures[0].value - figures[-1].value
     last = f"The cold start itself costs {share:,.0f} requests; the rest is the loss.{source}"
-    return Answer("cold start", (first + "; ".join(texts) + ".", last), tuple(figures))
+    answers = [first + "; ".join(texts) + ".", last]
+    left_s = setting.load.window(1.0)[1] - setting.load.peak_s
+    if left_s < REPLACED_S + whole_s:
+        answers.append(
+            f"The stretch ends {left_s:.0f} s after the loss, and the replica is back after "
+            f"{REPLACED_S + whole_s:g} s ({REPLACED_S:g} s for a spare card, then the start): what "
+            "would be missed later is not counted. Give more --rows."
+        )
+    return Answer("cold start", tuple(answers), tuple(figures))
 
 
 def limiting_flag(asking: Asking) -> Answer:
@@ -350,8 +377,8 @@ def limiting_flag(asking: Asking) -> Answer:
     tried.sort(key=lambda one: -one[0])
     texts = [knee_sentence(knee)]
     if tried and tried[0][2].low > 0:
-        gain, name, _ = tried[0]
-        texts.append(f"At {over:.3g}x the load {name} gives {gain:.2g} points of attainment more: "
+        _, name, figure = tried[0]
+        texts.append(f"At {over:.3g}x the load {name} gives {figure.text()} of attainment more: "
                      "that flag limits you.")  # fmt: skip
     else:
         texts.append(f"At {over:.3g}x the load no flag gives attainment that could be seen: the "

@@ -34,6 +34,7 @@ class Runs:
         self._progress = progress
         self._kept: dict[tuple[object, ...], Future[Outcome]] = {}
         self._lock = Lock()
+        self._playing = Lock()
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Runs:
@@ -79,10 +80,11 @@ class Runs:
                 future = self._pool.submit(play, cell)
             self._kept[_key(cell)] = future
         if self._pool is None:
-            try:
-                future.set_result(play(cell))
-            except BaseException as error:
-                future.set_exception(error)
+            with self._playing:  # two threads of one process would write the same day's file
+                try:
+                    future.set_result(play(cell))
+                except BaseException as error:
+                    future.set_exception(error)
         future.add_done_callback(self._count)
         return future
 

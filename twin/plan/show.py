@@ -7,13 +7,15 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from twin.plan.words import sentences
+from twin.plan.words import duration, sentences
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rich.console import RenderableType
 
+    from twin.plan.machines import Machine
     from twin.plan.planning import Plan, Size
     from twin.plan.questions import Answer
 
@@ -26,23 +28,39 @@ def sizes_table(sizes: tuple[Size, ...] | list[Size], title: str) -> RenderableT
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("load", "card", "replicas", "formula", "USD a month", "USD/M good", "kind"):
-        table.add_column(name, justify="left" if name in ("card", "kind") else "right")
+    card = short_names([size.machine for size in sizes])
+    priced = any(size.usd_per_million_good_tokens is not None for size in sizes)
+    for name in ("load", "card", "replicas", "formula", "USD a month",
+                 *(("USD/M good",) if priced else ()), "kind"):  # fmt: skip
+        left = name in ("card", "kind")
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
     for size in sizes:
         bracket = f"{size.bracket[0]} to {size.bracket[1]}"
         if size.replicas is None:
             assert size.refused is not None
-            table.add_row(f"{size.growth:g}x", size.machine.name, "none", bracket, "", "",
-                          f"gate {size.refused.gate}")  # fmt: skip
+            table.add_row(f"{size.growth:g}x", card[size.machine.name], "none", bracket, "",
+                          *(("",) if priced else ()), f"gate {size.refused.gate}")  # fmt: skip
             continue
         low, high = int(size.replicas.low), int(size.replicas.high)
         count = f"{size.count}" + (f" ({low} to {high})" if low < high else "")
         month = "" if size.usd_per_month is None else f"{size.usd_per_month.value:,.0f}"
         each = size.usd_per_million_good_tokens
         million = "" if each is None else f"{each.value:.3g} ({each.low:.3g} to {each.high:.3g})"
-        table.add_row(f"{size.growth:g}x", size.machine.name, count, bracket, month, million,
-                      size.replicas.kind)  # fmt: skip
+        table.add_row(f"{size.growth:g}x", card[size.machine.name], count, bracket, month,
+                      *((million,) if priced else ()), size.replicas.kind)  # fmt: skip
     return table
+
+
+def short_names(machines: Sequence[Machine]) -> dict[str, str]:
+    """By name: without the model, which is the same for all, where that tells them apart. With it
+    no row fits a terminal of 80 columns."""
+    names = list(dict.fromkeys(machine.name for machine in machines))
+    short = {}
+    for name in names:
+        card, _, rest = name.partition("/")
+        _, at, size = rest.partition("@")
+        short[name] = card + at + size
+    return short if len(set(short.values())) == len(names) else {name: name for name in names}
 
 
 def report(plan: Plan) -> RenderableType:
@@ -58,10 +76,12 @@ def report(plan: Plan) -> RenderableType:
         Text(f"{load.trace}: {load.rows:,} requests in {load.span_s:,.0f} s{notes}", "bold"),
         Text(f"Promised: {plan.promise.text()}; {plan.promise.confidence:.0%} sure. Policy: "
              f"{plan.policy}, a fleet of fixed size.", "dim"),
-        sizes_table(plan.sizes, "Fewest replicas"),
     ]  # fmt: skip
+    if plan.sizes:
+        parts.append(sizes_table(plan.sizes, "Fewest replicas"))
     if plan.faults:
         table = Table(title="Faults at the size found", title_justify="left", box=SIMPLE_HEAD)
+        card = short_names([size.machine for size in plan.sizes])
         for name in ("load", "card", "replicas", "fault", "holds", "hardest hit", "points", "for"):
             table.add_column(name)
         for cell in plan.faults:
@@ -70,14 +90,15 @@ def report(plan: Plan) -> RenderableType:
                 f"{worst.points.value:.2g} ({worst.points.low:.2g} to {worst.points.high:.2g})"
             )  # fmt: skip
             table.add_row(
-                f"{cell.size.growth:g}x", cell.size.machine.name, str(cell.size.count), cell.fault,
-                "yes" if cell.holds else "no", worst.group if worst else "none", points,
-                f"{worst.lasts_s.value:.0f} s" if worst else "",
+                f"{cell.size.growth:g}x", card[cell.size.machine.name], str(cell.size.count),
+                cell.fault,
+                "yes" if cell.holds else "no", worst.name if worst else "none", points,
+                duration(worst.lasts_s) if worst else "",
             )  # fmt: skip
         parts.append(table)
     if plan.knee is not None:
         table = Table(title="Knee", title_justify="left", box=SIMPLE_HEAD)
-        names = list(plan.knee.curve[0].attainment)
+        names = sorted(plan.knee.curve[0].attainment)
         for name in ("load", "holds", *(f"{n or 'other'} good" for n in names),
                      *(f"{n or 'other'} p95 s" for n in names)):  # fmt: skip
             table.add_column(name, justify="right")
@@ -88,7 +109,8 @@ def report(plan: Plan) -> RenderableType:
                 *(_seconds(point.ttft_s_p95.get(n, math.nan)) for n in names),
             )  # fmt: skip
         parts.append(table)
-    for one in dict.fromkeys(plan.rejected):
+    # Where there is no plan, the sentence names them all.
+    for one in dict.fromkeys(plan.rejected) if plan.best(plan.growths[0]) else ():
         parts.append(Text(f"{one.name}: gate {one.gate}: {one.why}", "yellow"))
     parts += [Text(text) for text in sentences(plan)]
     return Group(*parts)

@@ -64,7 +64,7 @@ def headline(plan: Plan, best: Size) -> str:
 
 def size_sentence(size: Size, confidence: float) -> str:
     assert size.replicas is not None
-    text = f"{size.growth:g}x the load: {size.machine.text(size.count)}"
+    text = f"{size.growth:.4g}x the load: {size.machine.text(size.count)}"
     low = int(size.replicas.low)
     if low < size.count:
         text += f" ({low} hold on the recorded day alone)"
@@ -81,7 +81,8 @@ def knee_sentence(knee: Knee) -> str:
     multiple = knee.multiple
     text = (
         f"{knee.machine.text(knee.replicas)} hold up to {multiple.value:.3g}x the load "
-        f"({multiple.low:.3g}x to {multiple.high:.3g}x, {multiple.kind})"
+        f"({multiple.low:.3g}x to {multiple.high:.3g}x, {multiple.kind}"
+        f"{', on the recorded day alone' if multiple.runs == 1 else ''})"
     )
     broken = f": then {' and '.join(knee.broken)} breaks" if knee.broken else ""
     text += f"{broken}. What gives way first is the {knee.cause.part}: {knee.cause.why}. "
@@ -97,7 +98,7 @@ def fault_sentence(cell: FaultCell) -> str:
     text = f"With {cell.size.machine.text(cell.size.count)}, {text}"
     text += "; every promise still holds" if cell.holds else "; a promise breaks"
     if cell.fault == "n-1" and cell.replicas is not None and not cell.holds:
-        text += f", and {cell.size.machine.text(int(cell.replicas.value))} hold it even so"
+        text += f", and {cell.size.machine.text(int(cell.replicas.value))} hold it on that day"
     if cell.cause is not None:
         text += f" ({cell.cause.part}: {cell.cause.why})"
     return f"{text}."
@@ -119,20 +120,19 @@ def _cost(cell: FaultCell) -> str:
     name = NAMES.get(cell.fault, cell.fault)
     if not cell.effects:
         return f"{name} costs no attainment that could be seen"
-    shown = [effect for effect in cell.effects if effect.kind == "tier"] or list(cell.effects)
-    worst = shown[0]
-    group = worst.group.capitalize() if worst.kind == "tier" else worst.group or "other"
+    worst = cell.effects[0]
     points = worst.points
     return (
         f"{name} costs {points.value:.2g} points ({points.low:.2g} to {points.high:.2g}) of "
-        f"{group} attainment for {_duration(worst.lasts_s.value)}"
+        f"{worst.name} attainment for {duration(worst.lasts_s)}"
     )
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.2g} minutes"
+def duration(lasts_s: Estimate) -> str:
+    """How long; ``or more`` where the stretch ends first."""
+    seconds = lasts_s.value
+    text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.2g} minutes"
+    return f"{text} or more" if math.isinf(lasts_s.high) else text
 
 
 def _money(value: Estimate) -> str:
@@ -148,5 +148,5 @@ def _price(value: Estimate) -> str:
     return f"USD {value.value:.3g} ({value.low:.3g} to {value.high:.3g}, {value.kind})"
 
 
-__all__ = ["empty", "fault_sentence", "headline", "knee_sentence", "sentences",
+__all__ = ["duration", "empty", "fault_sentence", "headline", "knee_sentence", "sentences",
            "size_sentence"]  # fmt: skip

@@ -6,7 +6,7 @@ as often as a Poisson variable with mean 1 says (the bootstrap of a stream): onc
 all. A copy is another user's, within a few seconds of the original. So days differ as two
 recordings of the same traffic do, and the same day is played in every fleet. A load that has grown
 has more of them, each at its own pace, in a stretch around the peak that is that much shorter, so
-that as many requests are played.
+that as many requests are played; but never shorter than ``WINDOW_LEAST_S``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ ROWS_LEAST = 20
 GROUP_ROWS = 1024
 """Rows that are settled together: a run that fails is seen early."""
 PEAK_S = 60.0
+WINDOW_LEAST_S = PEAK_S
+"""Of a stretch that is played. In less, a fleet that starts empty holds too much: of the shipped
+trace at four times the load 2 s ask for 8 cards, 10 s for 14, 20 s for 16 and 40 s for 20."""
 COPY_SPREAD_S = 5.0
 """Copies come this long before or after the original."""
 NEW_ID = 1 << 40
@@ -61,7 +64,7 @@ class Workload:
     sla: tuple[str, ...] = field(repr=False)
     line: tuple[str, ...] = field(repr=False)
     users: int
-    """Distinct ones; 0: the trace names none."""
+    """Distinct ones of the whole trace; 0: it names none."""
     deadline_most_s: float = 0.0
     """The longest that a request brings of its own."""
     notes: tuple[str, ...] = ()
@@ -102,7 +105,7 @@ class Workload:
 
 def window_of(span_s: float, peak_s: float, growth: float) -> tuple[float, float]:
     """The part of a stretch, around its peak, that is played at this growth of the load."""
-    wide_s = span_s / max(1.0, growth)
+    wide_s = min(span_s, max(span_s / max(1.0, growth), WINDOW_LEAST_S))
     begin_s = min(max(0.0, peak_s - wide_s / 2), span_s - wide_s)
     return begin_s, begin_s + wide_s
 
@@ -136,7 +139,7 @@ def workload_of(
     if not trace.has_arrivals:
         raise TraceError(f"{trace.path}: arrivals are relative to their sessions: no plan")
     wanted, left_out = _wanted(trace, model)
-    arrival_s, tokens = _load(trace, wanted, assume_output)
+    arrival_s, tokens, users = _load(trace, wanted, assume_output)
     if arrival_s.size < ROWS_LEAST:
         raise PlanError(
             f"{trace.path.name}: {arrival_s.size} requests for {model or 'any model'}: a plan takes"
@@ -155,14 +158,15 @@ def workload_of(
     notes = [f"{left_out} requests for other models or embeddings are left out"] if left_out else []
     if arrival_s.size > at_s.size:
         notes.append(f"the busiest {at_s.size:,} of {arrival_s.size:,} requests")
+        if at_s[-1] < WINDOW_LEAST_S:
+            notes.append("less than a minute: sizes may come out too small, give more --rows")
     outputs = table.column("output_tokens").to_numpy().astype(float)
     prompts = table.column("prompt_tokens").to_numpy().astype(float)
-    users = table.column("user_id")
     return Workload(
         folder, trace.path.name, model, at_s.size, max(float(at_s[-1]), 1e-3),
         _peak_s(at_s, prompts + 4 * outputs), at_s, prompts, _new_tokens(table, prompts), outputs,
         _words(table, "sla_class"), _words(table, "business_line"),
-        0 if users.null_count == len(users) else len(users.unique().drop_null()),
+        users,
         max((own for own in table.column("deadline_s").to_pylist() if own), default=0.0),
         tuple(notes),
     )  # fmt: skip
@@ -194,16 +198,19 @@ def _wanted(trace: Trace, model: str) -> tuple[Callable[[pa.RecordBatch], Array]
     return wanted, trace.rows - (sum(counts.values()) if only is None else counts[only])
 
 
-def _load(trace: Trace, wanted: Any, assume_output: int) -> tuple[Array, Array]:
-    """Arrivals, and the tokens of each: an output token takes about as long as four of a prompt."""
+def _load(trace: Trace, wanted: Any, assume_output: int) -> tuple[Array, Array, int]:
+    """Arrivals, the tokens of each (an output token takes about as long as four of a prompt), and
+    how many users there are."""
     times, tokens = [np.zeros(0)], [np.zeros(0)]
-    names = ["arrival_s", "model", "endpoint", "prompt_tokens", "output_tokens"]
+    users: set[int] = set()
+    names = ["arrival_s", "model", "endpoint", "prompt_tokens", "output_tokens", "user_id"]
     for batch in trace.batches(names):
         keep = wanted(batch)
         outputs = batch.column(4).fill_null(assume_output).to_numpy()
         times.append(batch.column(0).to_numpy()[keep])
         tokens.append((batch.column(3).to_numpy() + 4 * outputs)[keep])
-    return np.concatenate(times), np.concatenate(tokens)
+        users.update(batch.column(5).filter(pa.array(keep)).drop_null().unique().to_pylist())
+    return np.concatenate(times), np.concatenate(tokens), len(users)
 
 
 def _stretch(arrival_s: Array, tokens: Array, rows: int) -> tuple[int, int]:

@@ -49,9 +49,13 @@ SPLIT = 0.7
 )  # fmt: skip
 @click.option("--trace", "trace_path", metavar="TRACE", help="A trace file, or shipped:NAME.")
 @click.option("--scenario", metavar="NAME|FILE", help="Instead of a trace.")
-@click.option("--run", default="", help="Of the scenario, where it has several.")
+@click.option(
+    "--run", default="", show_default=False, metavar="NAME",
+    help="Of the scenario, where it has several.",
+)  # fmt: skip
 @click.option(
     "--policy", "policy_name", default="", metavar="NAME", shell_complete=completed(policy_names),
+    show_default=False,
     help="The parent: a preset or a policy file.  [default: stable; the scenario's own]",
 )  # fmt: skip
 @click.option("--trials", type=click.IntRange(1, 1_000_000), default=200, help="In all.")
@@ -112,7 +116,7 @@ SPLIT = 0.7
     "set: a Ray of its own on this machine).",
 )  # fmt: skip
 @click.option(
-    "--storage", default="", metavar="URL",
+    "--storage", default="", metavar="URL", show_default=False,
     help="Of the study: sqlite:///FILE, postgresql://..., redis://... or journal:FILE. Several "
     "machines that share one work on one study.  [default: sqlite in --out]",
 )  # fmt: skip

@@ -191,8 +191,8 @@ def _play_anywhere(given: tuple[Work, Goals], order: Order) -> Played:
     """A worker is used for many orders: it loads what it plays once."""
     global _play, _loaded
     work, goals = given
-    if _play is None or _loaded != (work.text(), goals):
-        _play, _loaded = work.ready(goals), (work.text(), goals)
+    if _play is None or _loaded != (work.exactly(), goals):
+        _play, _loaded = work.ready(goals), (work.exactly(), goals)
     return _play(order)
 
 

@@ -95,7 +95,10 @@ def result(tuned: Tuned) -> dict[str, Any]:
 def why(tuned: Tuned) -> str:
     """The verdict in a sentence."""
     if tuned.verdict is None:
-        return "not better: no trial was better than the parent, which stays"
+        own = tuned.raced.best.values
+        broken = [name for name, by in tuned.tuning.goals.excesses(own).items() if by > 0]
+        also = f", though it does not keep {' and '.join(broken)}" if broken else ""
+        return f"not better: no trial was better than the parent, which stays{also}"
     return tuned.verdict.why
 
 
@@ -156,10 +159,11 @@ def tables(tuned: Tuned) -> RenderableType:
 
 
 def _front_table(tuned: Tuned) -> Any:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     figures = [figure.name for figure in tuned.tuning.goals.figures]
-    table = Table("trial", "", "seeds", *figures, title="Pareto front", title_justify="left")
+    columns = [Column(name, overflow="fold") for name in figures]
+    table = Table("trial", "", "seeds", *columns, title="Pareto front", title_justify="left")
     for row in front_rows(tuned):
         cells = [_shown(row[name]) for name in figures]
         style = "bold green" if "best" in row["role"] else ""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Value = bool | int | float | str
 _AROUND = re.compile(r"^x(?P<factor>\d+(\.\d+)?)$")
+FACTOR_MOST = 1e6
 _NUMBERED = types.ListType | types.VarTupleType
 NO_TUNING = frozenset({"schema", "name"})
 """Keys that say what a file is, not what it does."""
@@ -136,6 +137,16 @@ def load_space(path: Path, parent: Parameters) -> Space:
 
 def parse_space(raw: Mapping[str, Any], where: str, parent: Parameters) -> Space:
     """The same of a document that is read already."""
+    ranges = raw.get("space")
+    for key, given in ranges.items() if isinstance(ranges, dict) else ():
+        # One by one: errors name the key and what stands there.
+        if isinstance(given, dict):
+            decode(given, Range, f"{where}: space.{key}", schema=None)
+        elif not isinstance(given, list):
+            raise FileError(
+                where, f"{_shown(given)} is neither a range nor a list of values",
+                key=f"space.{key}", hint="write {low: 1, high: 9}, {around: x2} or [1, 2, 5]",
+            )  # fmt: skip
     file = decode(raw, SpaceFile, where)
     knobs = tuple(_knob(key, given, where, parent) for key, given in file.space.items())
     return Space(parent, knobs, where, file.objectives, file.constraints)
@@ -212,6 +223,8 @@ def _ranged(
     for name, bound in (("low", low), ("high", high)):
         if bound is None:
             raise FileError(where, f"has no bound of its own: give {name}", key=place)
+        if not math.isfinite(bound):
+            raise FileError(where, f"{name} {bound} is no number to draw from", key=place)
         if whole and bound != int(bound):
             raise FileError(where, f"is a whole number, got {name} {bound}", key=place)
         if (least is not None and bound < least) or (most is not None and bound > most):
@@ -236,7 +249,7 @@ def _ranged(
 def _around(text: str, value: Any, whole: bool, where: str, place: str) -> tuple[float, float]:
     match = _AROUND.match(text)
     factor = float(match["factor"]) if match else 0.0
-    if factor <= 1:
+    if not 1 < factor <= FACTOR_MOST:
         raise FileError(
             where, f"around: {text!r} is not understood", key=place, hint="write x2, or x1.5"
         )

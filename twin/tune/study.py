@@ -11,6 +11,7 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,10 @@ RIVALS_MOST = 8
 """Of the front, those that others are stopped for."""
 INVALID_PER_TRIAL = 20
 """Draws that make no policy, for each that does, before the space is called too narrow."""
+PLAYED_WHAT = "what is played"
 PLAYED, INVALID, OWNER = "played", "invalid", "owner"
+NAMED_S = 60.0
+"""A trial that nobody says is his by then was begun by a process that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +203,15 @@ def open_tuning(
     if known is None:
         study.set_user_attr("about", about)
     elif known != about:
+        _take_over(study)
         unlike = [key for key in about if known.get(key) != about[key]]
-        raise TuneError(
-            f"study {name!r} in {_hidden(storage)} is about something else ({', '.join(unlike)} "
-            "differ): give --study a new name, or another --out"
-        )
+        begun = any(trial.state.name not in ("WAITING", "FAIL") for trial in study.get_trials())
+        if begun or unlike != [PLAYED_WHAT]:
+            raise TuneError(
+                f"study {name!r} in {_hidden(storage)} is about something else (other: "
+                f"{', '.join(unlike)}): give --study a new name, or another --out"
+            )
+        study.set_user_attr("about", about)  # a scale that could not be played, say
     tuning = Tuning(study, space, goals, work, settings)
     tuning.refresh()
     _take_over(study)
@@ -335,7 +343,7 @@ def _about(space: Space, goals: Goals, work: Work) -> dict[str, str]:
         "the space": "; ".join(f"{knob.key}: {knob.text()}" for knob in space.knobs),
         "the objectives": ", ".join(figure.name for figure in goals.objectives),
         "the constraints": ", ".join(constraint.text for constraint in goals.constraints),
-        "what is played": work.text(),
+        PLAYED_WHAT: work.exactly(),
     }
 
 
@@ -444,9 +452,16 @@ def _take_over(study: Study) -> None:
 
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         owner = trial.user_attrs.get(OWNER, "")
-        if owner and _is_gone(owner):
+        if not owner and _age_s(trial) > NAMED_S:  # its process died before it had said so
+            study.tell(trial.number, state=TrialState.FAIL)
+        elif owner and _is_gone(owner):
             study.enqueue_trial(trial.params)
             study.tell(trial.number, state=TrialState.FAIL)
+
+
+def _age_s(trial: FrozenTrial) -> float:
+    began = trial.datetime_start
+    return 0.0 if began is None else (datetime.now(tz=began.tzinfo) - began).total_seconds()
 
 
 def _me() -> str:

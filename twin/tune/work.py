@@ -96,7 +96,11 @@ class Work(Protocol):
     def is_trace(self) -> bool: ...
 
     def text(self) -> str:
-        """What it is, for people, and to tell one study from another."""
+        """What it is, for people."""
+        ...
+
+    def exactly(self) -> str:
+        """Everything that figures depend on: one study must not hold those of two."""
         ...
 
     def ready(self, goals: Goals) -> Callable[[Order], Played]:
@@ -140,6 +144,9 @@ class TraceWork:
         counts = {name: sum(s.profile.name == name for s in self.fleet) for name in kinds}
         fleet = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return f"{Path(self.path).name}{part} on {fleet}"
+
+    def exactly(self) -> str:
+        return f"{self.text()}, {self.options}"
 
     def ready(self, goals: Goals) -> Callable[[Order], Played]:
         held = HeldTrace(self.path, self.begin, self.end)
@@ -201,6 +208,9 @@ class ScenarioWork:
 
     def text(self) -> str:
         return f"scenario {self.name}, run {self.run}"
+
+    def exactly(self) -> str:
+        return f"{self.text()}, {self.setup}"
 
     def ready(self, goals: Goals) -> Callable[[Order], Played]:
         scratch = mkdtemp(prefix="twinkeel-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,10 @@ holds and why; beside it lies the decision log of one run, which the controller 
 
 Exit code 0: every gate holds; 1: one does not; 2: something that was asked for cannot be used.
 
-\\b
+\b
 Examples:
   twinkeel validate mine.yaml --against stable --trace shipped:demo --quick
-  twinkeel validate mine.yaml --against live.yaml --trace week.parquet --seeds 5 \\\\
+  twinkeel validate mine.yaml --against live.yaml --trace week.parquet --seeds 5 \\
                     --profile h100-sxm/qwen3-8b --replicas 8 --key deploy.key --out ev.json
 
 Without --key (or {KEY_VARIABLE}) the evidence is not signed, and a controller refuses it.
@@ -184,6 +185,10 @@ def asked_for(
         raise BadInput(
             f"{len(replicas)} times --replicas for {len(profiles)} times --profile: give one each"
         )
+    numbers = {"--attain": attain, "--margin": margin, "--trace-seconds": trace_seconds}
+    for name, number in numbers.items():
+        if number is not None and not math.isfinite(number):
+            raise BadInput(f"{name} {number}: write a number")
     counts = [*replicas, *[1] * (len(profiles) - len(replicas))]
     files = [
         str(Path(name).resolve()) if name.endswith((".yaml", ".yml")) else name for name in profiles
@@ -226,7 +231,7 @@ def with_slo(live: Parameters, text: str) -> Parameters:
         sla, _, seconds = part.partition("=")
         try:
             changed[f"{sla.lower()}_deadline_ms"] = round(1000 * float(seconds))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise BadInput(f"--slo {part!r}: write CLASS=SECONDS, such as P0=1.5") from None
         if sla not in ("P0", "P1", "P2"):
             raise BadInput(f"--slo {part!r}: there are the classes P0, P1 and P2")

@@ -75,15 +75,19 @@ def _canary(evidence: Evidence) -> Iterator[str]:
     effect = expected.effect
     yield (
         f"expected of a canary of {expected.share_permille / 10:g} %: miss share"
-        f" {100 * effect.value:+.2f} points ({100 * effect.low:+.2f} to {100 * effect.high:+.2f})"
-        " against the live policy"
+        f" {100 * effect.value:+.2f} points ({100 * effect.low:+.2f} to {100 * effect.high:+.2f},"
+        f" {effect.kind}) against the live policy"
     )
     yield (
         f"  a policy that misses five times as often is found out within {expected.sample_size}"
         f" requests of the canary (4 in 5), at most {expected.hurt_budget} of them hurt"
     )
     for band in expected.band:
-        yield f"  {band.figure}: {band.low:.4g} to {band.high:.4g} in {expected.window_s} s"
+        unit = " s" if band.figure.startswith("ttft_s") else ""
+        yield (
+            f"  {band.figure}: {band.low:.4g} to {band.high:.4g}{unit} over {expected.window_s} s,"
+            f" 99 %, {effect.kind}"
+        )
 
 
 def _figures(evidence: Evidence) -> Table:
