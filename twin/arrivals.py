@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from policy.events import Endpoint
 from traces import TraceError, spread_ties
@@ -29,6 +30,9 @@ BYTES_PER_TOKEN = 4
 LENGTH_MAX = 2**31 - 1
 FIRST_COPY_ID = 1 << 62
 """Request ids of what a traffic spike adds, far above those of any trace."""
+LIKENESS_ID = 1 << 40
+"""Between the ids of a caller and of its next likeness; hashed ids may wrap, and are told apart
+even so."""
 COPY_SPREAD_S = 1.0
 """Copies made by ``scale`` above 1 are spread over this long after the original."""
 
@@ -216,7 +220,18 @@ def _scaled(batch: pa.RecordBatch, scale: float, seed: int) -> pa.RecordBatch:
     batch = batch.take(pa.array(order))
     resolution = _numbers(batch, "arrival_res_s")
     batch = _with(batch, "request_id", ids[order] * (whole + 1) + number)
+    batch = _of_others(batch, number)
     return _with(batch, "arrival_res_s", np.where(number > 0, COPY_SPREAD_S, resolution))
+
+
+def _of_others(batch: pa.RecordBatch, number: np.ndarray[Any, np.dtype[Any]]) -> pa.RecordBatch:
+    """More load is more callers: the n-th copy of a request is the n-th likeness of its user's, in
+    a session and a chain of its own, or it would queue behind its original."""
+    for name in ("user_id", "session_id", "chain_id"):
+        index = batch.schema.get_field_index(name)
+        ids = pc.add(batch.column(index), pa.array(number * LIKENESS_ID, pa.int64()))
+        batch = batch.set_column(index, batch.schema.field(index), ids)
+    return batch
 
 
 def repeated(
@@ -224,7 +239,8 @@ def repeated(
 ) -> Iterator[Chunk]:
     """Chunks in which the requests of some times arrive several times at once.
 
-    Copies stand right behind their original and have ids that no other request has.
+    Copies stand right behind their original and have ids that no other request has, and callers of
+    their own.
 
     Args:
         spikes: (from, until, factor in permille) in ns; where they overlap, the largest counts.
@@ -242,10 +258,12 @@ def repeated(
         ids = _numbers(chunk.batch, "request_id")
         times_each = permille // 1000 + (uniforms(ids, seed + 2) * 1000 < permille % 1000)
         order = np.repeat(np.arange(times.size), times_each)
-        is_copy = np.r_[False, order[1:] == order[:-1]]
+        first = np.r_[0, np.cumsum(times_each)[:-1]]
+        number = np.arange(order.size) - first[order]
+        is_copy = number > 0
         fresh = FIRST_COPY_ID + copied + np.cumsum(is_copy) - 1
         copied += int(is_copy.sum())
-        batch = chunk.batch.take(pa.array(order))
+        batch = _of_others(chunk.batch.take(pa.array(order)), number)
         yield Chunk(_with(batch, "request_id", np.where(is_copy, fresh, ids[order])))
 
 

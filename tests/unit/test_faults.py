@@ -324,6 +324,17 @@ def test_a_spike_repeats_arrivals_under_ids_of_their_own() -> None:
     assert len(first.results) == len(first.arrival_ns) == first.open
 
 
+def test_what_a_spike_adds_comes_from_other_callers() -> None:
+    rows = {"arrival_s": [1.0, 2.0, 3.0], "user_id": [7, 7, None], "session_id": [5, 5, 6]}
+    (chunk,) = repeated(iter([chunk_of(rows)]), [(0, 10**10, 3000)], 7)
+    first, second, third = chunk.user[:3]
+    assert len({first, second, third}) == 3
+    assert chunk.user == [first, second, third, first, second, third, "", "", ""]
+    sessions = chunk.session
+    assert sessions[:3] == sessions[3:6]
+    assert len(set(sessions)) == 6
+
+
 def test_what_a_spike_adds_is_served_and_counted_like_everything_else() -> None:
     rows = {"arrival_s": [number * US for number in range(100)]}
     spike = TrafficSpike(at_s=20 * US, factor_permille=3000, for_s=10 * US)
