@@ -26,7 +26,7 @@ from tests.tune_support import (
     space_of,
     work,
 )
-from traces import TraceError
+from traces import TraceError, open_trace
 from twin.replay import ReplayOptions
 from twin.tune.confirm import confirm
 from twin.tune.engines import HereEngine, LocalEngine
@@ -223,6 +223,22 @@ def test_a_worker_that_is_killed_costs_nothing_but_time() -> None:
     here = work().ready(GOODPUT)
     expected = {n: here(Order(n, policy)).values for n, policy in enumerate(policies)}
     assert found == expected
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.7])
+def test_another_scale_is_played_whole(scale: float) -> None:
+    scaled = replace(work(), options=ReplayOptions(scale=scale))
+    whole, again = (scaled.ready(GOODPUT)(Order(0, STABLE, keep_rows=True)) for _ in range(2))
+    requests = sum(len(part.good) for part in whole.rows)
+    assert requests == pytest.approx(scale * open_trace(scaled.path).rows, rel=0.15)
+    assert whole.values == again.values
+    at_once = whole.values["goodput"] / scaled_goodput(1.0)
+    assert at_once == pytest.approx(scale, rel=0.3)
+
+
+def scaled_goodput(scale: float) -> float:
+    plain = replace(work(), options=ReplayOptions(scale=scale))
+    return plain.ready(GOODPUT)(Order(0, STABLE)).values["goodput"]
 
 
 def test_what_a_process_cannot_play_is_told_by_its_own_error() -> None:

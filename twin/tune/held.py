@@ -25,9 +25,6 @@ class HeldTrace(Trace):
         TraceError: too few requests for the blocks, or no absolute arrivals.
     """
 
-    spans_s: tuple[float, ...]
-    """By block: from its first arrival to the next block's (of the last: to its last arrival)."""
-
     def __init__(self, path: str, begin: float = 0.0, end: float = 1.0) -> None:
         trace = open_trace(path)
         if not trace.has_arrivals:
@@ -54,8 +51,6 @@ class HeldTrace(Trace):
         self.rows = len(stretch)
         self.duration_s = float(at_s[-1])
         self.has_arrivals = True
-        starts = at_s[np.array(self._edges[:-1])]
-        self.spans_s = tuple(np.diff([*starts, at_s[-1]]).tolist())
 
     def batches(
         self, columns: Iterable[str] | None = None, batch_rows: int = 0

@@ -9,6 +9,7 @@ The same policy with the same seed gives the same figures, so policies are compa
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from multiprocessing.util import Finalize
 from pathlib import Path
 from shutil import rmtree
@@ -32,7 +33,7 @@ from twin.uncertainty import drawn_fleet, drawn_seed
 from twin.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from policy.parameters import Parameters
     from twin.arrivals import Chunk
@@ -150,10 +151,14 @@ class TraceWork:
 
     def ready(self, goals: Goals) -> Callable[[Order], Played]:
         held = HeldTrace(self.path, self.begin, self.end)
-        return lambda order: self._play(held, goals, order)
+        spans_s: dict[int, list[float]] = {}
+        return lambda order: self._play(held, spans_s, goals, order)
 
-    def _play(self, held: HeldTrace, goals: Goals, order: Order) -> Played:
-        """Play it block by block, and stop at a rung where a rival is clearly better."""
+    def _play(
+        self, held: HeldTrace, spans_s: dict[int, list[float]], goals: Goals, order: Order
+    ) -> Played:
+        """Play it block by block, and stop at a rung where a rival is clearly better. ``spans_s``
+        keeps the blocks' lengths by seed."""
         fleet, options = self.fleet, self.options
         if order.seed:
             fleet = drawn_fleet(fleet, options.seed, order.seed)
@@ -163,29 +168,43 @@ class TraceWork:
         beaten_by = -1
 
         def settled(chunk: Chunk) -> None:
-            span_s = held.spans_s[len(parts)] / options.speed
-            part = rows_of(chunk, fleet, options, span_s)
+            part = rows_of(chunk, fleet, options, spans_s[options.seed][len(parts)])
             parts.append(part)
             blocks.append([figure.of_rows(part) for figure in goals.figures])
             if len(blocks) in order.rungs:
                 level = FIRST_LEVEL if len(blocks) == order.rungs[0] else LEVEL
                 _compare(np.array(blocks), order.rivals, level)
 
+        if options.seed not in spans_s:
+            spans_s[options.seed] = _spans_s(_arrivals(held, options))
         try:
             world = World(fleet, build_policy(order.policy), HashLog(), settled, options.world)
             with rare_collections():
-                world.run(
-                    arrivals(
-                        held, seed=options.seed, speed=options.speed, scale=options.scale,
-                        scale_lengths=options.scale_lengths, assume_output=options.assume_output,
-                    )
-                )  # fmt: skip
+                world.run(_arrivals(held, options))
         except _Beaten as beaten:
             beaten_by = beaten.number
         together = Rows.joined(parts)
         values = {figure.name: figure.of_rows(together) for figure in goals.figures}
         kept = tuple(parts) if order.keep_rows else ()
         return Played(values, np.array(blocks), beaten_by, kept)
+
+
+def _arrivals(held: HeldTrace, options: ReplayOptions) -> Iterator[Chunk]:
+    return arrivals(
+        held, seed=options.seed, speed=options.speed, scale=options.scale,
+        scale_lengths=options.scale_lengths, assume_output=options.assume_output,
+    )  # fmt: skip
+
+
+def _spans_s(chunks: Iterable[Chunk]) -> list[float]:
+    """Of each block: from its first arrival to the next one's; of the last, to its own last. They
+    are not always those of the trace: what a scale above 1 adds arrives a little later."""
+    firsts: list[int] = []
+    last_ns = 0
+    for chunk in chunks:
+        firsts.append(chunk.arrival_ns[0])
+        last_ns = chunk.arrival_ns[-1]
+    return [(after - before) / 1e9 for before, after in pairwise([*firsts, last_ns])]
 
 
 @dataclass(frozen=True, slots=True)
