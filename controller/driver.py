@@ -26,6 +26,7 @@ from policy.events import (
 )
 from policy.parameters import canonical
 from policy.runner import Runner
+from policy.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,8 +118,6 @@ class Driver:
         """Events that the policy found illegal: always 0 unless there is a fault in the code."""
         self.refusal = ""
         """What it said of the last of them."""
-        self.candidate: Parameters | None = None
-        """What serves a share of the callers, while a canary goes on."""
         self.suspect: Callable[[Replica], object] = lambda replica: None
         self._offered: Call | None = None
         """The request that the policy is being told of."""
@@ -136,6 +135,12 @@ class Driver:
         self.streams = Streams(clock, settings.limits.unread_s_most)
         self.client = Client(self, settings.features, traceparent, not settings.keys)
         self._runner = Runner(policy, clock, self._apply, self._arm, log)
+
+    @property
+    def candidate(self) -> Parameters | None:
+        """What serves a share of the callers, while a canary goes on: the policy may end it."""
+        canary = self.policy.canary if isinstance(self.policy, Service) else None
+        return None if canary is None else canary.candidate.parameters
 
     # ---- events ----
 
@@ -276,7 +281,6 @@ class Driver:
             CanaryStarted(canonical(self.parameters), canonical(parameters), share_permille, salt),
             f"the canary of {parameters.name} with {share_permille} per mille",
         )
-        self.candidate = parameters
 
     def end_canary(self, keep: Literal["old", "new"]) -> None:
         """The policy that is kept serves everyone from now on.
@@ -284,8 +288,8 @@ class Driver:
         Raises:
             ValueError: there is no canary.
         """
+        candidate = self.candidate
         self._asked(CanaryEnded(keep), "the end of the canary")
-        candidate, self.candidate = self.candidate, None
         if keep == "new" and candidate is not None:
             self.parameters = candidate
             self._say("switched", candidate)

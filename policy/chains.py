@@ -213,12 +213,12 @@ class Chains:
                 chain.open = []
         return requests
 
-    def alive(self, now_ns: int, event: Arrived) -> bool:
-        """Does the step's chain go on here, or is what it resumes from kept here?"""
-        chain = self._chains.get((event.user, event.chain))
-        if chain is not None and (chain.unsettled or now_ns < chain.end_ns):
+    def known(self, event: Arrived) -> bool:
+        """Is the step's chain remembered here, over or not, or what its caller resumes from?"""
+        if (event.user, event.chain) in self._chains:
             return True
-        return bool(event.resume) and event.resume in self._kept
+        source = self._kept.get(event.resume)
+        return source is not None and source[0] == event.user
 
     def take_in(self, now_ns: int, other: Chains) -> None:
         """Another policy's chains go on here; of those that both know, the one here counts."""

@@ -384,6 +384,20 @@ class Facts:
         if not (replica.ready or replica.in_flight):
             del self.replicas[opened.replica]
 
+    def recount(self) -> None:
+        """Book anew what is open: something went wrong while it was booked. Requests are put into
+        order of arrival again."""
+        for replica in self.replicas.values():
+            replica.in_flight = replica.kv_tokens = 0
+            replica.prefill_tokens = replica.long_tokens = 0
+        self.open = dict(sorted(self.open.items()))
+        for opened in self.open.values():
+            if opened.replica >= 0:
+                self._book(opened, self.replicas[opened.replica])
+        for number, replica in list(self.replicas.items()):
+            if not (replica.ready or replica.in_flight):
+                del self.replicas[number]
+
     # Replicas
 
     def fleet(self, now_ns: int, event: Event) -> None:

@@ -35,6 +35,31 @@ KEEP_HALVES = 8
 WEIGHTS = tuple(((4_341_736_423**i) << 10) >> (32 * i) for i in range(64))
 
 
+WHOLE = ("model_per_s", "model_in_flight_most", "global_in_flight_most")
+"""Limits on more than one caller's requests."""
+
+
+def within(own: Section, other: Section) -> Section:
+    """``own``, with no more room for a model, and for all, than ``other`` leaves. Of a section that
+    is off only that much counts."""
+    if not other.enabled:
+        return own
+    if not own.enabled:
+        if not any(getattr(other, name) for name in WHOLE):
+            return own
+        own = msgspec.structs.replace(
+            own, enabled=True, user_per_s=0, session_per_s=0, user_in_flight_most=0,
+            session_in_flight_most=0, order="arrival", **dict.fromkeys(WHOLE, 0),
+        )  # fmt: skip
+    least = {name: _least(getattr(own, name), getattr(other, name)) for name in WHOLE}
+    return msgspec.structs.replace(own, open_max=min(own.open_max, other.open_max), **least)
+
+
+def _least(first: int, second: int) -> int:
+    """Of two limits, where 0 is none."""
+    return min(first, second) if first and second else first or second
+
+
 class KeyState(msgspec.Struct, array_like=True):
     """A user, session or model. Ages are times before now."""
 
@@ -368,6 +393,16 @@ class Limits:
 
     def parked(self, request: int) -> bool:
         return request in self._parked
+
+    def passed(self, request: int) -> bool:
+        """Does it count as in flight?"""
+        return request in self._in_flight
+
+    def bounded_by(self, now_ns: int, section: Section) -> Limits:
+        """What is in flight here, and was of late, under other limits; nothing is parked there."""
+        limits = Limits(section)
+        limits.load(msgspec.structs.replace(self.state(now_ns), parked=[]), now_ns)
+        return limits
 
     def holds_back(self, session: str) -> bool:
         """Is something of the session parked?"""

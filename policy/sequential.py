@@ -22,6 +22,7 @@ Floats are only added, multiplied and divided here, in a fixed order: the same o
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -33,7 +34,11 @@ WEALTH_LEAST, WEALTH_MOST = 1e-100, 1e100
 """Kept within these, so that nothing overflows and no bet is lost for ever. The lower one lifts
 wealth by less than anyone will ever see."""
 KEYS_MOST = 100_000
-"""Keys remembered; further ones place no bet."""
+"""Entries of a table; further keys place no bet, and whoever bets must not go on as if they did."""
+FED = 1 / 64
+"""Of a reserve, what is bet with each value: half an hour of minutes uses up 40 % of it."""
+_HASH, _NUMBER = 8, 2
+"""Bytes of an entry: of its key's hash, and of its number."""
 
 
 class Draw(NamedTuple):
@@ -83,10 +88,44 @@ def factor(draw: Draw, doubted: float, believed: float) -> float:
     return other / null if draw.canary else (1.0 - other) / (1.0 - null)
 
 
+class Table(msgspec.Struct, dict=True):
+    """Small numbers by key. Its memory is one row of bytes that only grows, so that writing it down
+    costs next to nothing however many keys there are."""
+
+    rows: bytearray = msgspec.field(default_factory=bytearray)
+    """Eight bytes of the key's hash and two of its number; the last row of a key counts."""
+
+    def __post_init__(self) -> None:
+        rows, each = self.rows, _HASH + _NUMBER
+        self._numbers = {
+            bytes(rows[at : at + _HASH]): int.from_bytes(
+                rows[at + _HASH : at + each], "big", signed=True
+            )
+            for at in range(0, len(rows), each)
+        }
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= KEYS_MOST * (_HASH + _NUMBER)
+
+    def get(self, key: str) -> int | None:
+        return self._numbers.get(hash_of(key))
+
+    def put(self, key: str, number: int) -> None:
+        hash_ = hash_of(key)
+        self._numbers[hash_] = number
+        self.rows += hash_ + number.to_bytes(_NUMBER, "big", signed=True)
+
+
+def hash_of(key: str) -> bytes:
+    """Stands for the key: two are the same once in 10^19 pairs."""
+    return blake2b(key.encode(errors="surrogatepass"), digest_size=_HASH).digest()
+
+
 class Keys(msgspec.Struct):
     """Which keys have counted, and at what share of the canary's, in per mille."""
 
-    shares: dict[str, int] = {}
+    shares: Table = msgspec.field(default_factory=Table)
     """Of those that were not the canary's; -1: was the canary's."""
 
     def draw(self, key: str, canary: bool, share_permille: int) -> Draw | None:
@@ -95,13 +134,10 @@ class Keys(msgspec.Struct):
         A key that was not the canary's at a share of a lies somewhere in the rest, so at a larger
         share of b it has become the canary's with the chance (b - a) / (1000 - a).
         """
-        before = self.shares.get(key, 0)
-        known = key in self.shares
-        if before < 0 or not before < share_permille < 1000:
+        before = self.shares.get(key) or 0
+        if before < 0 or not before < share_permille < 1000 or self.shares.full:
             return None
-        if not known and len(self.shares) >= KEYS_MOST:
-            return None
-        self.shares[key] = -1 if canary else share_permille
+        self.shares.put(key, -1 if canary else share_permille)
         return Draw((share_permille - before) / (1000 - before), canary)
 
 
@@ -146,18 +182,23 @@ class MeanBets(msgspec.Struct):
     """Above 0."""
     stakes: tuple[float, ...] = (0.1, 0.3, 0.6)
     """Shares of the largest stake that can never be lost altogether, 1/level."""
+    reserve: float = 0.0
+    """Of each bettor's 1, not bet at first: before each value a little of what is left of it is
+    added. So what was lost over a long quiet time does not make a late change hard to see."""
     wealth: list[float] = []
 
     def __post_init__(self) -> None:
         if not self.wealth:
-            self.wealth = [1.0] * len(self.stakes)
+            self.wealth = [1.0 - self.reserve] * len(self.stakes)
 
     def value(self, mean: float) -> None:
         """One more value was seen."""
+        fed = self.reserve * FED
+        self.reserve -= fed
         for number, stake in enumerate(self.stakes):
-            wealth = self.wealth[number] * (1.0 + stake * (mean / self.level - 1.0))
+            wealth = (self.wealth[number] + fed) * (1.0 + stake * (mean / self.level - 1.0))
             self.wealth[number] = min(max(wealth, WEALTH_LEAST), WEALTH_MOST)
 
     def evidence(self) -> float:
-        """Mean wealth: itself an e-process."""
-        return sum(self.wealth) / len(self.wealth)
+        """Mean of all that they have: itself an e-process."""
+        return self.reserve + sum(self.wealth) / len(self.wealth)

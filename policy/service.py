@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from policy.breakers import Breakers, BreakersState
-from policy.canary import Canary, CanaryState
+from policy.canary import Canary, CanaryState, place_of
 from policy.chains import Chains, ChainsState
 from policy.confidence import Confidence, ConfidenceState
 from policy.decisions import (
@@ -49,7 +49,7 @@ from policy.events import (
 )
 from policy.facts import LOOKING, SAVING, UNANSWERED, VERIFYING, Facts, FactsState, Illegal
 from policy.fleet import Fleet, FleetState
-from policy.limits import FULL, PARKED, Limits, LimitsState
+from policy.limits import FULL, PARKED, Limits, LimitsState, within
 from policy.outcomes import CALLERS_FAULT, MAYBE_RUNNING, failed
 from policy.parameters import Parameters, canonical, from_canonical
 from policy.tiered import Tiered, TieredState, copied
@@ -158,12 +158,14 @@ class Service:
     def _build(self, parameters: Parameters) -> None:
         self.parameters = parameters
         fleet = queue = None
+        limits = parameters.limits
         if self.arm and self._other is not None:
             fleet, queue = self._other._fleet, self._other._tiered
+            limits = within(limits, self._other.parameters.limits)
         self._fleet: Fleet = Fleet(parameters, self.facts, fleet)
         self._tiered: Tiered = Tiered(parameters, self.facts, self._closed, self._fleet.sent, queue)
         self._fleet.attach(self._tiered)
-        self._limits = Limits(parameters.limits) if parameters.limits.enabled else None
+        self._limits = Limits(limits) if limits.enabled else None
         self._breakers = Breakers(parameters.breakers) if parameters.breakers.enabled else None
         confidence = parameters.confidence
         self._confidence = Confidence(confidence) if confidence.enabled else None
@@ -243,7 +245,7 @@ class Service:
         if self._chains is not None:
             due_ns = _earlier(due_ns, self._chains.deadline_ns())
         if self._canary is not None:
-            due_ns = _earlier(due_ns, self._canary.candidate.deadline_ns())
+            due_ns = _earlier(due_ns, self._canary.due_ns)
         return due_ns
 
     # A request's way
@@ -297,7 +299,7 @@ class Service:
     def _passed(self, now_ns: int, opened: Open) -> Sequence[Decision]:
         """No limit holds it back."""
         if self._other is not None:
-            self._other.count(now_ns, opened.event)
+            self._count_there(now_ns, opened.event)
         key = self._blocked(now_ns, opened, opened.event.model)
         if key is not None:
             opened.cause = f"breaker {key}"
@@ -523,8 +525,8 @@ class Service:
             self._limits.over(now_ns, request)
             if self._parked:
                 self._parked.pop(request, None)
-        if self._other is not None and self._other._limits is not None:
-            self._other._limits.over(now_ns, request)
+        if self._other is not None:
+            self._over_there(now_ns, request)
         if opened.gated is not None:
             if settled.outcome == "failed":
                 self._observe(now_ns, opened, settled.why, -1)
@@ -859,10 +861,14 @@ class Service:
             return ()
         if new == self.parameters:
             raise Illegal("the candidate is the policy in force")
+        try:
+            candidate = Service(new, self.facts, self)
+            reset = candidate._begin_beside(now_ns, self)
+            canary = Canary(self, candidate, event.share_permille, event.salt)
+        except Exception as error:
+            self._alone()
+            raise Illegal(f"the candidate raised {place_of(error)}") from error
         self.facts.now_ns = now_ns
-        candidate = Service(new, self.facts, self)
-        reset = candidate._begin_beside(now_ns, self)
-        canary = Canary(self, candidate, event.share_permille, event.salt)
         self._go_beside(canary, candidate)
         decisions: Decisions = [Reset(tuple(reset))] if reset else []
         return decisions + canary.begun(now_ns)
@@ -913,28 +919,123 @@ class Service:
             raise Illegal(f"keep is {event.keep!r}: it must be old or new")
         self.facts.now_ns = now_ns
         reset: list[str] = []
+        parked: list[int] = []
         if event.keep == "old":
             ended = candidate._books()
         else:
             ended = self._books()
             reset += self._succeeded(now_ns, candidate)
+            parked += self._unbound(now_ns)
         self._alone()
         for opened in self.facts.open.values():
             opened.arm = 0
-        if self._health is not None and ended.health is not None:
-            self._health.take_in(now_ns, ended.health)
-        if self._chains is not None and ended.chains is not None:
-            if self.parameters.chains == ended.parameters.chains:
-                self._chains.take_in(now_ns, ended.chains)
-            else:
-                reset.append("chains")
+        reset += self._take_in(now_ns, ended)
         waiting = self._tiered.take_in(ended.queue)
         decisions: Decisions = [Reset(tuple(reset))] if reset else []
-        decisions += self._admitted_anew(now_ns, waiting, list(ended.parked))
+        decisions += self._admitted_anew(now_ns, waiting, [*ended.parked, *parked])
         decisions += self._tiered.refill(now_ns, list(self.facts.replicas))
         self._fleet.attention = True
         self._soon(now_ns)
         return decisions
+
+    def _take_in(self, now_ns: int, ended: _Books) -> list[str]:
+        """Watch what the other sent, and go on with its chains. Returns what is given up."""
+        if self._health is not None and ended.health is not None:
+            self._health.take_in(now_ns, ended.health)
+        if self._chains is not None and ended.chains is not None:
+            if self.parameters.chains != ended.parameters.chains:
+                return ["chains"]
+            self._chains.take_in(now_ns, ended.chains)
+        return []
+
+    def _unbound(self, now_ns: int) -> list[int]:
+        """A candidate that is kept has its own limits now. Returns what they are to be asked about:
+        what waited for those that were not only its own."""
+        limits = self._limits
+        if limits is None:
+            return []
+        own = self.parameters.limits
+        self._limits = limits.bounded_by(now_ns, own) if own.enabled else None
+        parked = list(self._parked)
+        self._parked.clear()
+        self._parked_due.clear()
+        return parked
+
+    def carry_on(self, now_ns: int, told: dict[int, Open], event: Event | None) -> Decisions:
+        """The candidate raised: this policy serves everyone from now on.
+
+        What the candidate sent keeps its terms, where the facts say of it what was told. All else
+        of it is put back to what was told, and judged anew; what it had in flight is stopped.
+
+        Args:
+            told: the candidate's requests, each as it was when something was last told of it.
+            event: what this policy is to be told before it judges anew.
+        """
+        candidate, facts = self._other, self.facts
+        assert candidate is not None
+        self._alone()
+        books = candidate._books()
+        stopped: list[Abort] = []
+        unsent: list[Open] = []
+        ended: list[tuple[Open, Settled]] = []
+        self._put_back(told, books.queue, stopped, unsent, ended)
+        try:
+            reset = self._take_in(now_ns, books)
+        except Exception:  # whatever raised may have left it like this
+            reset = ["chains"]
+        self._tiered.take_in(books.queue)
+        decisions: Decisions = [*([Reset(tuple(reset))] if reset else []), *stopped]
+        if self._health is not None:
+            for abort in stopped:
+                self._health.gone(now_ns, abort.request, abort.replica)
+        for opened, settled in ended:
+            decisions += self._settled(now_ns, opened, settled)
+        if event is not None:
+            decisions += self.step(now_ns, event)
+        for opened in unsent:
+            request = opened.event.request
+            if request not in facts.open:  # that is what the event was about
+                continue
+            passed = self._limits is None or self._limits.passed(request)
+            waiting, parked = ([opened], []) if passed else ([], [request])
+            decisions += self._admitted_anew(now_ns, waiting, parked)
+        decisions += self._tiered.refill(now_ns, list(facts.replicas))
+        self._fleet.attention = True
+        self._soon(now_ns)
+        return self._followed_up(now_ns, decisions)
+
+    def _put_back(
+        self,
+        told: dict[int, Open],
+        queue: Tiered,
+        stopped: list[Abort],
+        unsent: list[Open],
+        ended: list[tuple[Open, Settled]],
+    ) -> None:
+        """Put the facts in order, and leave only that in ``queue`` which goes on as it is."""
+        facts = self.facts
+        jobs, queue.jobs = queue.jobs, {}
+        for request, known in sorted(told.items()):
+            opened, job = facts.open.get(request), jobs.get(request)
+            if opened is not None and _as_told(opened, known, job):
+                if known.replica < 0 and not known.stage:
+                    unsent.append(opened)
+                elif job is not None and not job.queued:
+                    queue.jobs[request] = job
+                continue
+            if opened is not None and job is not None and opened.replica >= 0 > known.replica:
+                queue.hosts[opened.replica].prefixes.remove(job.keys)
+            if known.replica >= 0:
+                stopped.append(Abort(request, known.replica))
+            settled = _taken_off(known)
+            facts.open[request] = known
+            if settled is None:
+                unsent.append(known)
+            else:
+                ended.append((known, settled))
+        facts.recount()
+        for opened in facts.open.values():
+            opened.arm = 0
 
     def _succeeded(self, now_ns: int, candidate: Service) -> list[str]:
         """The candidate's judgement becomes this one's, and runs the fleet from now on. Returns
@@ -967,19 +1068,28 @@ class Service:
         """The candidate and its share, while a canary goes on."""
         return self._canary
 
-    def count(self, now_ns: int, event: Arrived) -> None:
-        """The other let it go on: it counts against the limits here, too."""
-        if self._limits is not None:
-            self._limits.count(now_ns, event.request, event.user, event.session, event.model)
+    def _count_there(self, now_ns: int, asked: Arrived) -> None:
+        """What goes on here counts against the other's limits, too."""
+        request, names = asked.request, (asked.user, asked.session, asked.model)
+        self._tell_limits(lambda limits: limits.count(now_ns, request, *names))
+
+    def _over_there(self, now_ns: int, request: int) -> None:
+        self._tell_limits(lambda limits: limits.over(now_ns, request))
+
+    def _tell_limits(self, news: Callable[[Limits], None]) -> None:
+        limits = None if self._other is None else self._other._limits
+        if limits is not None and self._canary is not None:
+            self._canary.ask(1, lambda: news(limits), None)
+        elif limits is not None:
+            news(limits)
 
     def holds_back(self, event: Arrived) -> bool:
         """Does something of its session wait here for a limit?"""
         return self._limits is not None and self._limits.holds_back(event.session)
 
-    def continues(self, now_ns: int, event: Arrived) -> bool:
-        """Is it a step of a chain that goes on here?"""
-        chains = self._chains
-        return chains is not None and bool(event.chain) and chains.alive(now_ns, event)
+    def continues(self, event: Arrived) -> bool:
+        """Is it a step of a chain that is known here?"""
+        return self._chains is not None and bool(event.chain) and self._chains.known(event)
 
     def next_up(self, now_ns: int) -> int | None:
         """The request that a limit held back and now lets go, before all others."""
@@ -1057,7 +1167,7 @@ class Service:
             candidate = cls(from_canonical(state.canary.new), facts, service)
             candidate._load(_DECODER.decode(state.canary.candidate), at_ns)
             canary = Canary(service, candidate, state.canary.share_permille, state.canary.salt)
-            canary.load(state.canary)
+            canary.load(state.canary, at_ns)
             service._go_beside(canary, candidate)
         return service
 
@@ -1071,6 +1181,27 @@ class Service:
         self._parked = {request: due_ns + now_ns for request, due_ns in state.parked}
         self._parked_due = sorted((due_ns + 1, request) for request, due_ns in self._parked.items())
         self._pulse_ns = None if state.pulse_ns is None else state.pulse_ns + now_ns
+
+
+def _as_told(opened: Open, known: Open, job: Job | None) -> bool:
+    """Do the facts, and the queue, say of a request what was told of it last?"""
+    if (opened.replica, opened.stage) != (known.replica, known.stage):
+        return False
+    return known.replica < 0 or (job is not None and not job.queued)
+
+
+def _taken_off(known: Open) -> Settled | None:
+    """Take a request off where it was. Returns what its caller is told, if it cannot be tried
+    again: the answer that there is; or that it failed, where a stream has begun."""
+    settled = known.pending if known.stage else None
+    if known.first_ns is not None and known.event.stream:
+        settled = settled or failed(known.event.request, "controller_lost")
+    if known.replica >= 0:
+        known.served = known.replica  # what is heard of it from there is late, and legal
+    known.replica, known.stage, known.first_ns = -1, UNANSWERED, None
+    known.kv_tokens = known.prefill_tokens = 0
+    known.long = False
+    return settled
 
 
 def _learns_otherwise(old: Parameters, new: Parameters) -> bool:

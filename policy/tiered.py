@@ -56,19 +56,19 @@ class Split(Protocol):
         """Of ``hosts``, those for which something waits in the other queue."""
         ...
 
-    def other(self, queue: Tiered) -> Tiered:
-        """Both learn from how long things take, whoever sent them."""
+    def learn(self, queue: Tiered, lesson: Callable[[Tiered], None]) -> None:
+        """The other learns, too, from how long things take, whoever sent them."""
         ...
 
-    def queued(self) -> int:
-        """What waits in both."""
+    def full(self, queue: Tiered) -> bool:
+        """May no more wait in this one?"""
         ...
 
     def ahead_ns(self, queue: Tiered, pool: Pool, job: Job) -> int:
         """``Pool.ahead_ns`` with both queues, and this one's share."""
         ...
 
-    def started(self, queue: Tiered, number: int, work_ns: int) -> None:
+    def started(self, queue: Tiered, now_ns: int, number: int, work_ns: int) -> None:
         """Something that waited in ``queue`` was sent, and takes so much of the replica's time."""
         ...
 
@@ -306,16 +306,23 @@ class Tiered:
             took_ns = now_ns - (opened.dispatched_ns or 0)
             self._prefills.add(took_ns * UNIT // job.prefill_ns, self._optimism)
             if self.split is not None:
-                other = self.split.other(self)
-                other._prefills.add(took_ns * UNIT // job.prefill_ns, other._optimism)
+                self._share_prefill(self.split, took_ns * UNIT // job.prefill_ns)
 
     def finished(self, now_ns: int, opened: Open, usage: Finished) -> Job:
         """Learn from an answer; the request stays where it is in the books."""
         job = self.jobs[usage.request]
         self._observe(now_ns, opened, job, usage)
         if self.split is not None:
-            self.split.other(self)._observe(now_ns, opened, job, usage)
+            self._share_answer(self.split, now_ns, opened, job, usage)
         return job
+
+    def _share_prefill(self, split: Split, ratio: int) -> None:
+        split.learn(self, lambda other: other._prefills.add(ratio, other._optimism))
+
+    def _share_answer(
+        self, split: Split, now_ns: int, opened: Open, job: Job, usage: Finished
+    ) -> None:
+        split.learn(self, lambda other: other._observe(now_ns, opened, job, usage))
 
     def _observe(self, now_ns: int, opened: Open, job: Job, usage: Finished) -> None:
         if not job.lighter:
@@ -463,8 +470,8 @@ class Tiered:
         shedding = self._parameters.shedding
         pool = self._pool(hosts)
         host = hosts[0]
-        queued = self.queued if self.split is None else self.split.queued()
-        if queued >= shedding.queue_max:
+        split = self.split
+        if self.queued >= shedding.queue_max if split is None else split.full(self):
             retry_after_ns = shedding.retry_after_most_ms * NS_PER_MS
             return self._shed(now_ns, opened, job, "queue_full", retry_after_ns)
         tags = self.tags
@@ -634,13 +641,12 @@ class Tiered:
                 self._unqueue(job, pool)
                 pool.started(job.tier, job.flops, job.tier if payer < 0 else payer)
                 if self.split is not None:
-                    self.split.started(self, number, job.work_ns)
+                    self.split.started(self, now_ns, number, job.work_ns)
                 if self._shedding and (self.split is None or job.queued_ns != now_ns):
                     waited = (now_ns - job.queued_ns) * UNIT // max(job.ahead_ns, NS_PER_MS)
                     self._waits.add(waited, self._optimism)
                     if self.split is not None:
-                        other = self.split.other(self)
-                        other._waits.add(waited, other._optimism)
+                        self._share_wait(self.split, waited)
                 choice = (host, need, host.prefill_ticks(need), host.step_ticks())
                 decisions.append(self._dispatched(now_ns, opened, job, choice))
                 return MOVED
@@ -655,6 +661,9 @@ class Tiered:
                 pool.holds[lane] = number
             return HELD
         return NOTHING
+
+    def _share_wait(self, split: Split, waited: int) -> None:
+        split.learn(self, lambda other: other._waits.add(waited, other._optimism))
 
     # Failures
 

@@ -345,11 +345,13 @@ class _Play:
             getattr(made, "policy", "") == self._hash for made in decisions
         ):
             self._last_ns = now_ns
-        for result in self._watcher.step(now_ns, event, decisions):
+        told = self._watcher.aside(now_ns)
+        for result in (*told, *self._watcher.step(now_ns, event, decisions)):
             self._settled(result)
 
     def _settled(self, result: Result) -> None:
-        if 0 <= self._began_ns <= result.arrived_ns and (self._ended_ns < 0 or result.canary):
+        counts = 0 <= self._began_ns <= result.arrived_ns and result.told in ("whole", "late")
+        if counts and (self._ended_ns < 0 or result.canary):
             self._counts[-1].add(result)
         self._deployment.settled(result)
         due_ns = self._deployment.deadline_ns()

@@ -28,6 +28,7 @@ from controller.observe import Shadow
 from controller.store import deployments as table
 from controller.store.database import DatabaseError
 from controller.store.deployments import DONE, REFUSED, ROLLED_BACK, Transition
+from policy.canary import broke
 from policy.decisions import Dispatch
 from policy.deployment import Deployment, Watcher
 from policy.files import FileError
@@ -183,6 +184,9 @@ class Deployments(Listener):
                     if call is not None:
                         call.policy = decision.policy or self._ruling
         if running.broken:
+            return
+        if running.canary and broke(decisions):  # the old policy rules alone since this step
+            running.broken = "the new policy failed while it was asked: the alert says where"
             return
         try:
             told = running.watcher.aside(now_ns)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from policy.canary import BROKEN
 from policy.compose import build_policy, restore
-from policy.decisions import Abort, Dispatch, Refused, Settled, Verify
+from policy.decisions import Abort, Alert, Dispatch, Refused, Settled, Verify
 from policy.events import (
     Arrived,
     CanaryEnded,
@@ -22,8 +23,10 @@ from policy.events import (
     Restored,
     Verified,
 )
+from policy.fleet import Fleet
 from policy.parameters import Parameters, canonical, policy_hash
 from policy.service import Service
+from policy.tiered import Tiered
 from tests.dst.light import MS, LightFleet, S, Weather
 from tests.policy_support import QUEUE_ALONE, parameters, up
 
@@ -94,6 +97,9 @@ class Watcher:
             self._learn(event)
         for decision in decisions:
             self._check(decision)
+            if isinstance(decision, Alert) and decision.key == BROKEN:
+                self.seen["broke"] += 1
+                self._canary_over()
         self._targets()
         self.records += 1
         if self.rng.randrange(20) == 0:
@@ -116,13 +122,16 @@ class Watcher:
             if self.on.get(event.request) == event.replica:
                 del self.on[event.request]
         elif isinstance(event, (CanaryEnded, Restored)):
-            self.seen["ended with work open"] += bool(self.whose)
-            self.hashes = ()
-            self.whose.clear()
+            self._canary_over()
             self.on = {} if isinstance(event, Restored) else self.on
-        elif isinstance(event, CanaryStarted):
+        elif isinstance(event, CanaryStarted) and self.policy.canary is not None:
             old, new = (policy_hash(each)[:12] for each in self.both())
             self.hashes = old, new
+
+    def _canary_over(self) -> None:
+        self.seen["ended with work open"] += bool(self.whose)
+        self.hashes = ()
+        self.whose.clear()
 
     def both(self) -> tuple[Parameters, Parameters]:
         canary = self.policy.canary
@@ -183,13 +192,13 @@ class Watcher:
 class World:
     """A light fleet under a policy with, now and then, another beside it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, watcher: type[Watcher] = Watcher) -> None:
         self.rng = rng = random.Random(seed)  # noqa: S311
         self.policies = rng.sample(POLICIES, 2)
         policy = build_policy(self.policies[0])
         assert isinstance(policy, Service)
         self.policy = policy
-        self.watcher = Watcher(policy, rng)
+        self.watcher = watcher(policy, rng)
         weather = Weather(shaky_permille=300, logprobs_permille=700)
         self.fleet = LightFleet(policy, self.watcher, rng, weather=weather)
         self.fleet.stand_by(up(4, version="v1", models=("m",), max_num_seqs=4), S)
@@ -292,6 +301,88 @@ def test_walks(part: int) -> None:
             raise
         seen += world.watcher.seen
     assert min(seen["Dispatch 0"], seen["Dispatch 1"], seen["ended with work open"]) > 20, seen
+
+
+class Recorder(Watcher):
+    """Keeps all steps, instead of a second policy beside this one."""
+
+    def __init__(self, policy: Service, rng: random.Random) -> None:
+        super().__init__(policy, rng)
+        self.steps: list[tuple[int, Event, tuple[Decision, ...]]] = []
+
+    def append(self, now_ns: int, event: Event, decisions: tuple[Decision, ...]) -> None:
+        self.steps.append((now_ns, event, decisions))
+        super().append(now_ns, event, decisions)
+        self.double = None
+
+    def _check(self, decision: Decision) -> None:
+        """In the step in which the candidate raises, what follows is decided by one policy."""
+        if self.hashes and isinstance(decision, (Dispatch, Settled)) and not decision.policy:
+            assert any(isinstance(each, Alert) for each in self.steps[-1][2])
+            self._canary_over()
+        super()._check(decision)
+
+
+class Faults:
+    """Makes one method of every candidate raise, now and then."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: type, name: str, late: bool) -> None:
+        self.calls = 0
+        self.every = {"waits_on": 100, "answered": 2, "_lost": 1}.get(name, 6)
+        method = getattr(owner, name)
+        faults = self
+
+        def faulty(mechanism: Any, *args: Any, **more: Any) -> Any:
+            whose = mechanism.arm if owner is Service else mechanism._leader is not None
+            faults.calls += bool(whose)
+            due = whose and faults.calls % faults.every == faults.every - 1
+            if due and not late:
+                raise KeyError(name)
+            found = method(mechanism, *args, **more)
+            if due:
+                raise KeyError(name)
+            return found
+
+        patch.setattr(owner, name, faulty)
+
+
+FAULTY: tuple[tuple[type, str], ...] = (
+    (Tiered, "admit"), (Tiered, "_dispatched"), (Tiered, "_queue_or_shed"), (Tiered, "forget"),
+    (Tiered, "waits_on"), (Tiered, "send_one"), (Tiered, "_observe"), (Tiered, "deadline_ns"),
+    (Tiered, "answered"), (Service, "_closed"), (Service, "_settled"), (Service, "_ticked"),
+    (Service, "_lost"), (Service, "_passed"), (Service, "follow_up"), (Fleet, "told"),
+    (Fleet, "rotate"), (Fleet, "sent"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("owner", "name"), FAULTY)
+def test_a_candidate_that_raises_is_at_an_end_and_nothing_is_lost(
+    owner: type, name: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch, owner, name, late)
+    broke = 0
+    for seed in range(2):
+        faults.calls = 0
+        world = World(seed, Recorder)
+        try:
+            for _ in range(90):
+                world.move()
+            world.end()
+        except BaseException as error:
+            error.add_note(f"seed {seed}, step {world.watcher.records}")
+            raise
+        broke += world.watcher.seen["broke"]
+        assert world.fleet.open == 0
+        for host in world.policy.queue.hosts.values():
+            assert (host.replica.kv_tokens, host.prefixes.held_tokens) == (0, 0)
+        watcher = world.watcher
+        assert isinstance(watcher, Recorder)
+        faults.calls = 0
+        again = build_policy(world.policies[0])
+        for now_ns, event, decisions in watcher.steps:
+            assert tuple(again.step(now_ns, event)) == decisions
+    assert broke
 
 
 EVEN: dict[str, Any] = {

@@ -32,10 +32,10 @@ from policy.log import HashLog
 from policy.parameters import canonical, render
 from policy.service import Service
 from tests.deploy_support import KEY, evidence_for, packed
-from tests.policy_support import parameters
+from tests.policy_support import parameters, up
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
     from pathlib import Path
 
     from policy.decisions import Alert, Decision
@@ -83,6 +83,13 @@ class Stage(NamedTuple):
             if row.stage in wanted:
                 return [step.stage for step in row.steps]
             assert time.monotonic() < deadline_s, row
+            await asyncio.sleep(0.02)
+
+    async def alone(self) -> None:
+        """The old policy rules alone again: that is done right after it is written."""
+        deadline_s = time.monotonic() + 5.0
+        while self.driver.candidate is not None:
+            assert time.monotonic() < deadline_s
             await asyncio.sleep(0.02)
 
 
@@ -341,7 +348,33 @@ def test_what_fails_in_shadow_or_in_judging_goes_back(
         assert stage.deployments._running is not None
         monkeypatch.setattr(stage.deployments._running.judge, "look", broken)
         assert await stage.until("rolled_back") == ["canary", "rolled_back"]
-        assert stage.driver.candidate is None
+        await stage.alone()
+
+    run(tmp_path, work)
+
+
+def test_a_candidate_that_raises_ends_its_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(stage: Stage) -> None:
+        await stage.deploy({**CANARY, "least_s": 60}, FULL)
+        policy = stage.driver.policy
+        assert isinstance(policy, Service)
+        assert policy.canary is not None
+        candidate, real = policy.canary.candidate, Service.step
+
+        def step(self: Service, now_ns: int, event: Event) -> Sequence[Decision]:
+            if self is candidate:
+                raise ZeroDivisionError("a bug")
+            return real(self, now_ns, event)
+
+        monkeypatch.setattr(Service, "step", step)
+        stage.driver.feed(up(0))
+        assert policy.canary is None
+        assert await stage.until("rolled_back") == ["canary", "rolled_back"]
+        await stage.alone()
+        (row, *_) = await stage.deployments.rows()
+        assert "the new policy failed" in row.steps[-1].why
 
     run(tmp_path, work)
 

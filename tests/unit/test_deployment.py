@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
-from policy.decisions import Dispatch, Settled
+from policy.canary import BROKEN, arm_of
+from policy.decisions import Alert, Dispatch, Refused, Settled
 from policy.deployment import (
     Deployment,
     DeploymentPlan,
     Result,
     Stage,
     Verdict,
+    Watch,
     Watcher,
     is_judged,
 )
@@ -26,9 +29,12 @@ from policy.events import (
     Failed,
     Finished,
     FirstToken,
+    PolicySwitched,
+    Ticked,
 )
 from policy.evidence import Band
 from policy.parameters import Parameters
+from policy.sequential import MeanBets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -455,3 +461,370 @@ def test_whose_a_request_is_follows_the_log() -> None:
     assert canaries(3000) == 400
     log(1, CanaryEnded("old"))
     assert canaries(4000) == 0
+
+
+# What hangs, what serves few, what hurts one class
+
+
+def in_canary(**more: Any) -> Stream:
+    """A stream whose deployment is in its first canary stage."""
+    stream = Stream(Deployment(plan(**more), 0))
+    stream.through(1)
+    return stream
+
+
+def test_who_hangs_is_missed_at_the_deadline_and_only_once() -> None:
+    log = Log()
+    for request in (0, 1, 2):
+        log(0, Arrived(request, "m", "chat", 100, sla="P1", deadline_ns=4 * NS))
+    log(3, FirstToken(1, 0))
+    assert log.watcher.aside(4 * NS) == []
+    late = log.watcher.aside(5 * NS)
+    assert [(each.key, each.missed, each.hard, each.told) for each in late] == [
+        ("0", True, False, "late"), ("2", True, False, "late")
+    ]  # fmt: skip
+    assert log.watcher.aside(900 * NS) == []
+    (failed,) = log(901, Failed(0, 0, "oom"), Settled(0, "failed", why="oom"))
+    assert (failed.told, failed.missed, failed.hard) == ("end", True, False)
+    assert log(901, Cancelled(2), Settled(2, "cancelled")) == []
+    (answered,) = log(901, Finished(1, 0, 9, 0, 5), Settled(1, "answered"))
+    assert (answered.told, answered.missed) == ("whole", False)
+
+
+@pytest.mark.parametrize(("at_s", "missed"), [(3, []), (120, [True])])
+def test_who_leaves_after_the_deadline_was_missed(at_s: float, missed: list[bool]) -> None:
+    log = Log()
+    log(0, Arrived(1, "m", "chat", 100, sla="P1", deadline_ns=4 * NS))
+    told = log(at_s, Cancelled(1), Settled(1, "cancelled"))
+    assert [each.missed for each in told] == missed
+
+
+def test_who_leaves_while_it_is_told_in_time_says_nothing() -> None:
+    log = Log()
+    log(0, Arrived(1, "m", "chat", 100, sla="P1", deadline_ns=4 * NS))
+    log(1, FirstToken(1, 0))
+    assert log(50, Cancelled(1), Settled(1, "cancelled")) == []
+
+
+def test_deadlines_of_requests_that_are_over_are_forgotten() -> None:
+    log = Log()
+    for request in range(1000):
+        log(1, Arrived(request, "m", "chat", 1, deadline_ns=10**6 * NS))
+        log(1, Finished(request, 0, 1, 0, 1), Settled(request, "answered"))
+    assert len(log.watcher._due) <= 66
+
+
+def test_a_late_request_counts_once_and_its_end_only_as_a_failure() -> None:
+    deployment = in_canary().deployment
+    at_s = 100
+    late = result(at_s, "ann", canary=True, missed=True, ttft_ns=-1, told="late")
+    deployment.settled(late)
+    end = msgspec.structs.replace(late, at_ns=(at_s + 30) * NS, hard=True, told="end")
+    deployment.settled(end)
+    figures = dict(deployment.figures())
+    assert [figures[f"canary_{what}"] for what in ("requests", "misses", "hards")] == [1, 1, 1]
+    assert figures["hurt"] == pytest.approx(1.0)
+
+
+def test_a_candidate_that_hangs_half_of_its_requests_is_rolled_back() -> None:
+    watcher, deployment = Watcher(Parameters()), Deployment(plan(), 0)
+    deployment.advance(0)
+    watcher.step(0, CanaryStarted("old", "new", 100, 3), ())
+    random = Random(5)  # noqa: S311
+    hung = 0
+    for second in range(1, 3600):
+        now_ns = second * NS
+        told = watcher.aside(now_ns)
+        event = Arrived(second, "m", "chat", 100, sla="P1", user=f"u{second}")
+        told += watcher.step(now_ns, event, ())
+        if arm_of(event, 3) < 100 and random.random() < 0.5:
+            hung += 1  # its caller would leave after an hour
+        else:
+            done = Finished(second, 0, 100, 60, 5)
+            told += watcher.step(now_ns, done, (Settled(second, "answered"),))
+        for each in told:
+            deployment.settled(each)
+        verdict = deployment.look(now_ns)
+        if verdict is not None and verdict.value == "roll_back":
+            break
+    else:
+        pytest.fail("it was never rolled back")
+    assert hung <= 50
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    log = Log()
+    log(0, CanaryStarted("old", "new", 100, 3))
+    refused = Refused("whatever", "not now")
+    log(1, PolicySwitched("old", "other"), refused)
+    log(1, CanaryStarted("old", "other", 900, 5), refused)
+    log(1, CanaryEnded("new"), refused)
+    assert (log.watcher.share_permille, log.watcher._salt) == (100, 3)
+    log(1, Arrived(1, "m", "chat", 1, user="ann"))
+    log(2, Arrived(1, "m", "chat", 1, user="ben"), refused)
+    (told,) = log(2, Finished(1, 0, 1, 0, 1), Settled(1, "answered"))
+    assert told.key == "ann"
+
+
+def test_a_candidate_that_raised_serves_nobody_any_more() -> None:
+    log = Log()
+    log(0, CanaryStarted("old", "new", 100, 3))
+    log(1, Ticked(), Settled(9, "shed"), Alert(BROKEN, "it raised"))
+    assert log.watcher.share_permille == 0
+
+
+def test_what_a_server_refuses_is_told_aside() -> None:
+    log = Log()
+    log(1, Arrived(4, "m", "chat", 1, user="ann"), Dispatch(4, 0, "turbo"))
+    assert log(1, Failed(4, 0, "rejected"), Settled(4, "failed", why="rejected")) == []
+    (told,) = log.watcher.aside(NS)
+    assert (told.key, told.told, told.missed, told.hard) == ("ann", "refused", False, False)
+    assert log.watcher.aside(NS) == []
+
+
+def test_a_candidate_whose_servers_refuse_is_found_out() -> None:
+    """It sends to a model that answers 400; of everybody else's requests 1 % are their mistakes."""
+    stream = in_canary()
+    for _ in range(3000):
+        stream.at_s += 1
+        canary = stream.random.random() < 0.1
+        refused = stream.random.random() < (0.5 if canary else 0.01)
+        told = "refused" if refused else "whole"
+        stream.deployment.settled(
+            result(stream.at_s, f"c{stream.at_s}", canary=canary, told=told)
+        )  # fmt: skip
+        verdict = stream.deployment.look(stream.at_s * NS)
+        if verdict is not None and verdict.value != "hold":
+            break
+    assert verdict is not None
+    assert (verdict.value, "refusals" in verdict.why) == ("roll_back", True)
+    assert dict(verdict.figures)["canary_misses"] == 0
+
+
+@pytest.mark.parametrize("sla", ["P0", "P2"])
+def test_one_class_that_is_hurt_is_seen_though_the_others_do_better(sla: str) -> None:
+    """The candidate sheds 60 % of a class, and saves what the live policy loses of another."""
+    other = "P2" if sla == "P0" else "P0"
+    for seed in range(3):
+        stream = Stream(Deployment(plan(), 0), seed)
+        stream.through(1)
+        hurt = 0
+        for number in range(4 * 4 * 3600):
+            stream.at_s += number % 4 == 0
+            canary = stream.random.random() < 0.1
+            of = stream.random.choices((sla, other, "P1"), (10, 60, 30))[0]
+            bad = {sla: 0.6, other: 0.0, "P1": 0.01} if canary else {sla: 0.01, other: 0.1}
+            missed = stream.random.random() < bad.get(of, 0.01)
+            hurt += missed and canary and of == sla
+            stream.deployment.settled(
+                result(stream.at_s, f"c{number}", canary=canary, missed=missed, sla=of)
+            )
+            verdict = stream.deployment.look(stream.at_s * NS)
+            if verdict is not None and verdict.value != "hold":
+                break
+        assert verdict is not None
+        assert verdict.value == "roll_back"
+        assert f"misses of {sla}" in verdict.why or "hurt" in verdict.why
+        assert hurt <= 50
+
+
+def heavy(stream: Stream, seconds: int, of_all: float, keys: int = 2) -> Verdict | None:
+    """A few heavy callers of the canary's make up so much of all, and it never serves them."""
+    for _ in range(seconds):
+        stream.at_s += 1
+        big = stream.random.random() < of_all
+        canary = big or stream.random.random() < stream.deployment.stage.share_permille / 1000
+        key = f"heavy-{stream.random.randrange(keys)}" if big else f"c{stream.at_s}"
+        missed = big or stream.random.random() < 0.006
+        stream.deployment.settled(result(stream.at_s, key, canary=canary, missed=missed))
+        verdict = stream.deployment.look(stream.at_s * NS)
+        if verdict is not None:
+            stream.verdicts.append((stream.at_s, verdict))
+            if verdict.value != "hold":
+                return verdict
+    return None
+
+
+def test_a_candidate_that_serves_its_heavy_callers_badly_does_not_go_on() -> None:
+    stream = in_canary()
+    assert heavy(stream, 4 * 3600, 0.05) is None
+    why = stream.verdicts[-1][1].why
+    assert why.startswith("it misses 3")
+    assert "can be compared" in why
+
+
+def test_a_canary_that_misses_most_while_the_others_do_not_reverts() -> None:
+    """Of few callers each counts once: what they miss is plain to see all the same."""
+    stream = in_canary()
+    began_s = stream.at_s
+    verdict = heavy(stream, 4 * 3600, 0.3)
+    assert verdict is not None
+    assert (verdict.value, "miss most" in verdict.why) == ("roll_back", True)
+    assert stream.at_s - began_s <= 3 * 600 + 20
+    alone = in_canary()  # one caller alone may have fallen to the canary by chance
+    assert heavy(alone, 3000, 0.3, keys=1) is None
+
+
+# Everyone
+
+
+def in_full(miss: float = 0.005, seed: int = 1, **more: Any) -> Stream:
+    stages = (*SHORT[:2], Stage("full", 1000, 3000, 20))
+    stream = Stream(Deployment(plan(stages=stages, **more), 0), seed)
+    stream.through(2, miss=miss)
+    assert stream.deployment.stage.kind == "full"
+    return stream
+
+
+@pytest.mark.parametrize("band", [(), (Band("slo_miss_share", 0, 0.02), Band("ttft_s_p95", 0, 5))])
+@pytest.mark.parametrize("hard", [False, True])
+def test_an_outage_of_everything_ends_it_within_minutes(band: tuple[Band, ...], hard: bool) -> None:
+    stream = in_full(band=band)
+    began_s = stream.at_s
+    assert stream.play(300) is None
+    verdict = stream.play(3600, miss=1.0, hard=hard)
+    assert verdict is not None
+    assert verdict.value == "roll_back", verdict
+    assert stream.at_s - began_s <= 300 + (250 if hard else 310)
+
+
+def test_what_the_live_policy_missed_before_is_the_measure_without_a_band() -> None:
+    worse = in_full(miss=0.03)
+    verdict = worse.play(3 * 3600, miss=0.3)
+    assert verdict is not None
+    assert verdict.value == "roll_back"
+    assert "slo_miss_share" in verdict.why
+    assert "before" in verdict.why
+    equal = in_full(miss=0.1)
+    verdict = equal.play(3 * 3600, miss=0.1)
+    assert verdict is not None
+    assert verdict.value == "go_on"
+
+
+def test_one_class_that_is_never_served_is_seen_when_it_is_full() -> None:
+    stream = in_full()
+    for number in range(3600):
+        stream.at_s += 1
+        of = ("P2", "P0", "P1")[number % 20 if number % 20 < 2 else 2]
+        stream.deployment.settled(
+            result(stream.at_s, f"c{stream.at_s}", canary=True, missed=of == "P2", sla=of)
+        )
+        verdict = stream.deployment.look(stream.at_s * NS)
+        if verdict is not None and verdict.value != "hold":
+            break
+    assert verdict is not None
+    assert (verdict.value, "slo_miss_share/P2" in verdict.why) == ("roll_back", True)
+
+
+def test_it_is_not_done_while_it_misses_far_more_than_before() -> None:
+    stages = (*SHORT[:2], Stage("full", 1000, 60, 20))
+    stream = Stream(Deployment(plan(stages=stages), 0))
+    stream.through(2, miss=0.005)
+    verdict = stream.play(120, miss=0.25)
+    assert verdict is None
+    assert "can be compared" in stream.verdicts[-1][1].why
+
+
+# Chance
+
+
+def test_misses_of_one_caller_fall_to_one_policy_together() -> None:
+    """The sum of m misses that fall alike varies by m^2 and not by m: else equal policies whose
+    callers miss five times each would be told apart by chance."""
+
+    def chance(keys: int, misses: int) -> float:
+        deployment = in_canary().deployment
+        for number in range(keys):
+            for _ in range(misses):
+                each = result(100, f"c{number}", canary=True, missed=True)
+                deployment.settled(each)
+        group = deployment._s.groups[""]
+        return group.chance / (group.canary.requests + 2)
+
+    assert chance(1, 5) == pytest.approx(25 * chance(1, 1), rel=0.5)
+    assert chance(1, 5) > 3 * chance(5, 1)
+
+
+def test_a_caller_counts_anew_in_the_next_stage() -> None:
+    stream = in_canary()
+    for _ in range(9):
+        stream.deployment.settled(result(stream.at_s, "ann", canary=False, missed=True))
+    group = stream.deployment._s.groups[""]
+    before = group.hurt
+    stream.deployment.advance(stream.at_s * NS)
+    stream.deployment.settled(result(stream.at_s, "ann", canary=True, missed=True))
+    assert group.hurt == pytest.approx(before + 1)
+
+
+def test_an_incident_that_is_open_when_a_stage_ends_is_bet_on() -> None:
+    stream = in_canary()
+    stream.play(100, miss=0.0)
+    for number in range(3):
+        at_s = stream.at_s + number * 20
+        each = result(at_s, f"x{number}", canary=False, missed=True)
+        stream.deployment.settled(each)
+    stream.deployment.look(at_s * NS)
+    two = stream.deployment.evidence()
+    stream.deployment.advance(at_s * NS)
+    assert stream.deployment.evidence() < two - 0.005 < 1
+
+
+def test_windows_that_nobody_looked_into_do_not_count() -> None:
+    stream = in_canary()
+    stream.play(100)
+    stream.at_s += 4 * 600  # it slept
+    verdict = stream.deployment.look(stream.at_s * NS)
+    assert verdict is not None
+    assert verdict.value == "hold"
+    assert dict(verdict.figures)["held_windows"] <= 1
+
+
+def test_a_band_says_nothing_before_the_live_policy_can_tell() -> None:
+    stages = (Stage("canary", 300, 10**6, 1),)
+    deployment = Deployment(plan(stages=stages, band=(Band("slo_miss_share", 0, 0.01),)), 0)
+    for second in range(6 * 3600):  # three requests of the live policy in ten minutes
+        if second % 200 == 0:
+            canary = result(second, f"c{second}", canary=True, missed=second % 400 == 0)
+            deployment.settled(canary)
+            deployment.settled(result(second, f"s{second}"))
+        deployment.look(second * NS)
+    watch = deployment._s.watches[1]
+    assert watch.figure == "slo_miss_share"
+    assert watch.bets.wealth != [1.0, 1.0, 1.0]
+    assert sum(watch.stable) < 100
+    alone = Watch("slo_miss_share", MeanBets(0.01), canary=(5, 5), stable=(99, 0))
+    alone.bet(beside=True)
+    assert alone.bets.evidence() == 1.0
+
+
+def test_more_callers_in_trouble_than_can_be_remembered_hold_and_revert(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("sequential", "deployment"):
+        monkeypatch.setattr(f"policy.{module}.KEYS_MOST", 50)
+    stream = in_canary()
+    values: list[str] = []
+    for _ in range(3 * 3600):
+        verdict = stream.play(1, miss=0.1)
+        if verdict is not None:
+            break
+        values.append(stream.verdicts[-1][1].why)
+    assert verdict is not None
+    assert (verdict.value, "50 callers" in verdict.why) == ("roll_back", True)
+    assert any("50 callers" in why for why in values)
+
+
+def test_the_state_of_many_callers_in_trouble_is_written_in_no_time() -> None:
+    deployment = in_canary(warmup_least_s=0, warmup_most_s=0).deployment
+    for number in range(30_000):
+        at_s = 1000 + number / 10
+        if number == 1:
+            deployment.look(1000 * NS)
+        deployment.settled(result(at_s, f"r{number}", canary=number % 10 == 0, missed=True))
+    state = deployment.state()
+    assert len(state) < 30_000 * 10 * 4
+    began_ns = time.perf_counter_ns()
+    for _ in range(10):
+        deployment.state()
+    assert time.perf_counter_ns() - began_ns < 10 * 10 * MS
+    assert Deployment.load(deployment.plan, state).state() == state

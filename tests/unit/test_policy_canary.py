@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import pytest
 
 from policy.audit import replay as audit
-from policy.canary import LEAD_NS, arm_of, mixed
-from policy.decisions import Dispatch, LookUp, Refused, Reset, Rotated, SaveCheckpoint, Settled
+from policy.canary import LEAD_NS, arm_of, broke, mixed
+from policy.decisions import (
+    Alert,
+    Dispatch,
+    LookUp,
+    Refused,
+    Reset,
+    Rotated,
+    SaveCheckpoint,
+    Settled,
+)
 from policy.events import (
     Arrived,
     CanaryEnded,
@@ -20,12 +31,16 @@ from policy.events import (
     FirstToken,
     GpuFault,
     PolicySwitched,
+    ReplicaDown,
     Restored,
+    Ticked,
 )
 from policy.files import FileError, load_policy
+from policy.fleet import Fleet
 from policy.log import read_segment
 from policy.parameters import canonical, from_canonical, policy_hash
 from policy.service import Service
+from policy.tiered import Tiered
 from policy.tiers import Tags
 from tests.core_support import core
 from tests.policy_support import MS, QUEUE_ALONE, Checked, S, arrived, parameters, up
@@ -46,6 +61,7 @@ OPEN_QUEUE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@cache
 def user_of(arm: int, share_permille: int, nth: int = 0) -> str:
     """The nth user that such a canary serves (1), or does not (0)."""
     names = (f"u{number}" for number in range(10_000))
@@ -266,7 +282,60 @@ def test_both_learn_how_long_answers_are() -> None:
     assert jobs[request].output_tokens > 1500
 
 
+def test_a_lead_is_not_forgotten_because_the_other_was_just_served() -> None:
+    """One caller of the stable policy, who asks again when he is answered, beside a pile."""
+    pair = two(share=50, seats=1, snapshots=False)
+    pair.start()
+    for _ in range(45):
+        pair.arrive(1, sla="P2")
+    waits = []
+    for _ in range(5):
+        mine = pair.arrive(0, sla="P2")
+        asked_ns = pair.checked.now_ns
+        while mine not in pair.checked.in_flight:
+            pair.checked.finish(min(pair.checked.in_flight), after_ns=S)
+        waits.append((pair.checked.now_ns - asked_ns) // S)
+        pair.checked.finish(mine, after_ns=S)
+    assert max(waits[1:]) <= 2, waits
+
+
+def test_a_candidates_pile_fills_no_queue_but_its_own() -> None:
+    old = {"shedding": {"enabled": False, "queue_max": 20}}
+    pair = two(share=200, seats=1, old=old, new={"shedding": {"enabled": False}}, snapshots=False)
+    pair.start()
+    theirs = [pair.arrive(1) for _ in range(40)]
+    shed = [pair.checked.outcomes[each].why for each in theirs if each in pair.checked.outcomes]
+    assert shed == ["queue_full"] * 19  # one runs, and the stable policy's bound is the candidate's
+    ours = [pair.arrive(0) for _ in range(20)]
+    assert [each in pair.checked.outcomes for each in ours] == [False] * 16 + [True] * 4
+
+
+def test_the_stable_policys_pile_leaves_the_candidate_its_share_of_the_queue() -> None:
+    old = {"shedding": {"enabled": False, "queue_max": 20}}
+    pair = two(share=200, seats=1, old=old, snapshots=False)
+    pair.start()
+    for _ in range(40):
+        pair.arrive(0)
+    theirs = [pair.arrive(1) for _ in range(6)]
+    assert [each in pair.checked.outcomes for each in theirs] == [False] * 4 + [True] * 2
+
+
 # Limits
+
+
+@pytest.mark.parametrize("new", [{"global_in_flight_most": 400}, {"enabled": False}])
+def test_a_candidates_limits_are_at_most_the_stable_policys(new: dict[str, Any]) -> None:
+    most = {"global_in_flight_most": 5, "user_per_s": 0}
+    pair = two(share=50, old={"limits": most}, new={"limits": {"user_per_s": 0, **new}}, seats=50)
+    pair.start()
+    theirs = [pair.arrive(1) for _ in range(20)]
+    assert set(pair.checked.in_flight) == set(theirs[:5])
+    ours = pair.arrive(0)
+    pair.checked.finish(theirs[0])
+    assert ours in pair.checked.in_flight  # before 15 others: it has less than half of its share
+    pair.end("new")
+    assert len(pair.checked.in_flight) == 20  # its limits are its own now
+    pair.checked.drain()
 
 
 def test_no_limit_is_exceeded_by_both_together() -> None:
@@ -315,6 +384,29 @@ def test_a_chain_goes_on_where_it_began() -> None:
     pair.end("old")
     repeated = pair.checked.arrive(chain="d", step="plan")
     assert pair.checked.outcomes[repeated].why == "checkpoint"  # what the candidate kept is known
+
+
+def test_a_chain_whose_budget_is_over_gets_no_other_one() -> None:
+    pair = two(share=1000, old={"chains": {"default": {"budget_ms": 3000}}})
+    step = pair.checked.arrive(chain="c", step="plan")
+    pair.checked.finish(step)
+    pair.checked.reply(step)
+    pair.start()
+    late = pair.checked.arrive(4 * S, chain="c", step="write")
+    assert pair.checked.outcomes[late].why == "chain_budget"
+    assert pair.checked.outcomes[late].policy == pair.hashes[0]
+
+
+def test_the_checkpoint_of_another_user_moves_nobody() -> None:
+    pair = two(old={"chains": {"default": {"budget_ms": 60_000}}})
+    pair.start()
+    step = pair.arrive(1, chain="c", step="plan")
+    pair.checked.finish(step)
+    pair.checked.reply(step)
+    other = pair.arrive(0, chain="d", step="plan", resume=f"c{step}")
+    assert pair.arm(other) == 0
+    own = pair.arrive(1, chain="d", step="write", resume=f"c{step}")
+    assert pair.arm(own) == 1
 
 
 # The fleet
@@ -459,6 +551,112 @@ def test_a_snapshot_has_both() -> None:
     pair.checked.drain()
     pair.end("new")
     assert pair.checked.policy.snapshot() == pair.checked.double.snapshot()
+
+
+# A candidate that raises
+
+
+class Fault(Exception):
+    """In a candidate only."""
+
+
+def spoil(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """Make a method of every candidate raise."""
+    method = getattr(owner, name)
+
+    def spoilt(mechanism: Any, *args: Any, **more: Any) -> Any:
+        if mechanism.arm if owner is Service else mechanism._leader is not None:
+            raise Fault
+        return method(mechanism, *args, **more)
+
+    patch.setattr(owner, name, spoilt)
+
+
+def alert_of(decisions: tuple[Any, ...]) -> str:
+    """Why the canary ended in this step."""
+    assert broke(decisions)
+    (cause,) = [each.cause for each in decisions if isinstance(each, Alert)]
+    return str(cause)
+
+
+def test_one_that_raises_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = two(seats=2, replicas=2)
+    pair.start()
+    requests = [pair.arrive(number % 2) for number in range(8)]
+    there = [request for request, at in pair.checked.in_flight.items() if at == 0]
+    spoil(monkeypatch, Fleet, "told")
+    cause = alert_of(pair.checked.feed(ReplicaDown(0, "crashed")))
+    assert cause == f"the candidate {pair.hashes[1]} raised Fault in {__name__}, line {line()}"
+    assert pair.policy.canary is None
+    for request in there:
+        pair.checked.fail(request, "replica_lost")
+    pair.checked.restore()
+    pair.checked.drain()
+    assert {pair.checked.outcomes[each].outcome for each in requests} == {"answered"}
+    assert pair.policy.parameters == pair.old
+
+
+def line() -> int:
+    """Where ``spoil`` raises."""
+    lines, first = inspect.getsourcelines(spoil)
+    return first + next(at for at, text in enumerate(lines) if "raise Fault" in text)
+
+
+@pytest.mark.parametrize("name", ["admit", "_queue_or_shed", "_dispatched", "deadline_ns"])
+def test_a_request_that_it_raises_about_is_served(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"limits": {"global_in_flight_most": 3, "user_per_s": 0}}
+    pair = two(old=limits, seats=2)
+    pair.start()
+    before = [pair.arrive(0), pair.arrive(1)]
+    if name == "_dispatched":
+        pair.checked.finish(before.pop())
+    spoil(monkeypatch, Tiered, name)
+    request = pair.arrive(1)
+    assert pair.policy.canary is None
+    assert pair.policy.facts.open[request].arm == 0
+    later = pair.arrive(0)
+    pair.checked.restore()
+    pair.checked.drain()
+    answered = [pair.checked.outcomes[each] for each in (*before, request, later)]
+    assert {(each.outcome, each.policy) for each in answered} == {("answered", "")}
+
+
+def test_an_answer_that_it_raises_about_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = two()
+    pair.start()
+    request = pair.arrive(1)
+    spoil(monkeypatch, Service, "_closed")
+    pair.checked.finish(request)
+    assert pair.policy.canary is None
+    assert pair.checked.outcomes[request].outcome == "answered"
+    assert pair.policy.facts.replicas[0].in_flight == 0
+
+
+def test_a_stream_that_has_begun_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = two()
+    pair.start()
+    request = pair.arrive(1, stream=True)
+    pair.checked.first(request)
+    spoil(monkeypatch, Service, "_ticked")
+    pair.checked.now_ns += 60 * S
+    assert broke(pair.checked.feed(Ticked()))
+    assert request in pair.checked.in_flight
+    pair.checked.finish(request)
+    assert pair.checked.outcomes[request].outcome == "answered"
+
+
+def test_one_that_raises_as_it_begins_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = two()
+    request = pair.arrive(0)
+    spoil(monkeypatch, Tiered, "learn")
+    (refused,) = pair.start()
+    assert "the candidate raised Fault in" in refused.why
+    assert pair.policy.canary is None
+    assert pair.policy.queue.split is None
+    pair.checked.finish(request)
+    pair.checked.drain()
 
 
 # In the twin

@@ -309,3 +309,18 @@ def test_a_chain_is_forgotten_some_time_after_its_end() -> None:
 def test_a_plan_with_a_step_twice_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="act is planned twice"):
         msgspec.convert({"chains": {"default": {"steps": [STEPS[2]] * 2}}}, Parameters)
+
+
+def test_a_chain_is_known_after_its_end_and_only_to_its_user() -> None:
+    driver = Driver()
+    driver.ask("plan", user="ann")
+    driver.answer(0)
+    driver.now_ns += 9 * S
+
+    def known(**fields: Any) -> bool:
+        return driver.chains.known(arrived(9, step="x", **fields))
+
+    assert known(user="ann", chain="c")
+    assert not known(user="bob", chain="c")
+    assert known(user="ann", chain="d", resume="k0")
+    assert not known(user="bob", chain="d", resume="k0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from policy.limits import FULL, PARKED, PASS, WEIGHTS, Limits
+from policy.limits import FULL, PARKED, PASS, WEIGHTS, Limits, within
 from policy.parameters import Parameters
 from policy.parameters.limits import Limits as Section
 from tests.policy_support import MS, S
@@ -235,3 +235,24 @@ def test_the_weights_double_in_a_half_life() -> None:
     assert WEIGHTS[0] == 1024
     assert WEIGHTS[32] == 1448  # 1024 * sqrt(2)
     assert 2024 < WEIGHTS[63] < 2048
+
+
+def test_limits_within_others_leave_no_more_room() -> None:
+    other = Section(global_in_flight_most=20, model_per_s=9, open_max=500)
+    own = within(Section(global_in_flight_most=50, model_in_flight_most=7, user_per_s=2), other)
+    assert (own.global_in_flight_most, own.model_in_flight_most, own.model_per_s) == (20, 7, 9)
+    assert (own.user_per_s, own.open_max) == (2, 500)
+    off = within(Section(enabled=False, global_in_flight_most=3), other)
+    assert (off.enabled, off.global_in_flight_most, off.user_per_s) == (True, 20, 0)
+    assert within(off, Section(enabled=False, global_in_flight_most=1)) == off
+    assert not within(Section(enabled=False), Section()).enabled
+
+
+def test_other_limits_know_what_is_in_flight_and_was_of_late() -> None:
+    gate = Gate(user_per_s=1)
+    assert [gate.ask("ann"), gate.ask("ann")] == [PASS, PARKED]
+    gate.limits = gate.limits.bounded_by(gate.now_ns, Section(user_per_s=2))
+    assert gate.limits.passed(0)
+    assert not gate.limits.passed(1)
+    assert [gate.ask("ann"), gate.ask("ann")] == [PASS, PARKED]
+    assert gate.after(S) == [3]

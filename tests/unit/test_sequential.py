@@ -9,7 +9,7 @@ from random import Random
 import msgspec
 import pytest
 
-from policy.sequential import Draw, Incidents, Keys, MeanBets, bets, factor, share_of
+from policy.sequential import Draw, Incidents, Keys, MeanBets, Table, bets, factor, share_of
 
 NS = 1_000_000_000
 RATIOS = [(1.0, 2.0), (1.0, 5.0), (1.0, 30.0)]
@@ -166,6 +166,20 @@ def test_a_mean_is_doubted_fairly_whatever_the_spread() -> None:
     assert below.evidence() < 1
 
 
+def test_a_reserve_is_fair_and_sees_a_late_change() -> None:
+    for reserve in (0.0, 0.5):
+        made = MeanBets(0.1, reserve=reserve)
+        assert made.evidence() == pytest.approx(1.0)
+        made.value(0.1)
+        made.value(0.1)
+        assert made.evidence() == pytest.approx(1.0)
+    late = [MeanBets(0.1, reserve=reserve) for reserve in (0.0, 0.5)]
+    for made in late:
+        for value in [0.0] * 60 + [1.0] * 6:
+            made.value(value)
+    assert late[0].evidence() < 10 < 100 < late[1].evidence()
+
+
 def test_wealth_stays_finite_and_survives_msgpack() -> None:
     made = bets(RATIOS)
     for _ in range(400):
@@ -183,7 +197,19 @@ def test_more_keys_than_are_remembered_place_no_bet(monkeypatch: pytest.MonkeyPa
     keys = Keys()
     drawn = [keys.draw(str(number), False, 50) for number in range(5)]
     assert [draw is not None for draw in drawn] == [True, True, True, False, False]
-    assert len(keys.shares) == 3
+    assert keys.shares.full
+    assert [keys.shares.get(str(number)) for number in (2, 3)] == [50, None]
+
+
+def test_a_table_survives_msgpack_and_its_last_row_of_a_key_counts() -> None:
+    table = Table()
+    for key, number in (("ann", 50), ("ben", -1), ("ann", 300), ("\ud800", 999)):
+        table.put(key, number)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=Table)
+    assert again == table
+    assert [again.get(key) for key in ("ann", "ben", "\ud800", "cid")] == [300, -1, 999, None]
+    again.put("cid", 1)
+    assert (again.get("cid"), len(again.rows)) == (1, 50)
 
 
 def test_shares_rise_with_the_ratio() -> None:
