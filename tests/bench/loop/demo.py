@@ -57,7 +57,7 @@ DEADLINES_MS = {"P0": 1500.0, "P1": 4000.0, "P2": 10000.0}
 """Of the policies' classes."""
 RECORDED_S = 120.0
 """Until the recorder has merged its first trace."""
-HEADROOM = "4"
+HEADROOM = "8"
 """Times the recorded load, for which the thresholds are tuned: there will be days like that."""
 STAGES = "shadow:20,canary=20:40:100,full:20"
 """Short ones: a demonstration has minutes, not days."""
