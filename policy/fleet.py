@@ -251,6 +251,8 @@ class Fleet:
         self.alert(now_ns, f"replica {self._name(replica)}", cause, figures, decisions)
         if moved.state == "isolated":
             self.stuck.append((replica, "replica_lost"))
+            if self.rollout is not None:
+                self._roll(now_ns, self.rollout.isolated(replica), decisions)
             if self.capacity is not None:
                 self._scale(now_ns, self.capacity.lost(now_ns, replica), decisions)
         elif moved.why == "silent":

@@ -206,6 +206,14 @@ class Rollout:
         self._fail(self._moves[new.model], "a new replica went down", decisions, replica)
         return decisions
 
+    def isolated(self, replica: int) -> Sequence[Decision]:
+        """Its card broke: nothing that warms up there will ever take requests."""
+        new = self._new.get(replica)
+        decisions: list[Decision] = []
+        if new is not None:
+            self._fail(self._moves[new.model], "a new replica's card broke", decisions, replica)
+        return decisions
+
     # Time
 
     def deadline_ns(self) -> int | None:

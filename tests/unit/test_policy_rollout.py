@@ -138,6 +138,19 @@ def test_a_new_replica_that_dies_ends_the_rollout() -> None:
     assert rollout.size() == 1
 
 
+def test_a_new_replica_whose_card_breaks_ends_the_rollout() -> None:
+    rollout = fleet(2, 2)
+    request(rollout)
+    rollout.up(S, spec(2, "v2"))
+    rollout.up(S, spec(3, "v2"))
+    *stops, alert = rollout.isolated(3)
+    assert {each.replica for each in stops if isinstance(each, Stop)} == {2, 3}
+    assert isinstance(alert, Alert)
+    assert alert.cause == "a new replica's card broke"
+    assert rollout.isolated(0) == []
+    assert rollout.allowed(0)
+
+
 def test_a_drain_that_takes_long_is_told_and_not_cut_short() -> None:
     rollout = fleet(1, 1, drain_alarm_ms=60_000)
     request(rollout)
