@@ -68,7 +68,8 @@ def plain_errors() -> Iterator[None]:
         raise BadInput(f"{error.filename or 'output'}: {error.strerror or error}") from error
 
 
-def _profiles(names: tuple[str, ...], replicas: tuple[int, ...]) -> list[tuple[str, int]]:
+def paired_profiles(names: tuple[str, ...], replicas: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Each --profile with its --replicas; 1 where there are fewer of these."""
     if len(replicas) > len(names):
         raise BadInput(
             f"{len(replicas)} times --replicas for {len(names)} times --profile: give one each"
@@ -88,7 +89,8 @@ def _policies(names: tuple[str, ...]) -> list[tuple[str, Parameters]]:
     return loaded
 
 
-def _slo(context: click.Context, parameter: click.Parameter, text: str) -> Slo:
+def slo_limits(context: click.Context, parameter: click.Parameter, text: str) -> Slo:
+    """What --slo says, as a click callback."""
     from twin.summary import Slo
 
     try:
@@ -144,7 +146,7 @@ def completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
     help="Answer length where the trace does not know it; 0: refuse such a trace.",
 )  # fmt: skip
 @click.option(
-    "--slo", default="P0=1.5,P1=4,P2=10,tpot=0.1", metavar="LIMITS", callback=_slo,
+    "--slo", default="P0=1.5,P1=4,P2=10,tpot=0.1", metavar="LIMITS", callback=slo_limits,
     help="What a good answer is: seconds to first token by SLA class (`other`: no class), and per "
     "token after it. A request's own deadline goes first.",
 )  # fmt: skip
@@ -202,7 +204,9 @@ def replay_command(
     with plain_errors():
         trace = open_trace(trace_path)
         fleet = fleet_of(
-            _profiles(profiles, replicas), max_model_len=max_model_len, kv_blocks_given=kv_blocks
+            paired_profiles(profiles, replicas),
+            max_model_len=max_model_len,
+            kv_blocks_given=kv_blocks,
         )
         loaded = _policies(policies)
         options = ReplayOptions(log=log_mode, skip=not no_skip, **scaling)

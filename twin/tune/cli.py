@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from policy.files import load_policy, policy_names, profile_names
-from twin.cli import BadInput, _profiles, _slo, completed, plain_errors
+from twin.cli import BadInput, completed, paired_profiles, plain_errors, slo_limits
 
 if TYPE_CHECKING:
     from policy.parameters import Parameters
@@ -89,7 +89,7 @@ SPLIT = 0.7
     help="Answer length where the trace does not know it.",
 )  # fmt: skip
 @click.option(
-    "--slo", default="P0=1.5,P1=4,P2=10,tpot=0.1", metavar="LIMITS", callback=_slo,
+    "--slo", default="P0=1.5,P1=4,P2=10,tpot=0.1", metavar="LIMITS", callback=slo_limits,
     help="What a good answer of a trace is, as in replay.",
 )  # fmt: skip
 @click.option("--seed", default=0, help="Of the trials that are drawn, and of the trace's ties.")
@@ -200,7 +200,7 @@ def _trace_work(given: dict[str, Any]) -> tuple[Work, tuple[Work, ...]]:
         raise BadInput("--run is of a scenario: give --scenario")
     names = ("seed", "speed", "scale", "scale_lengths", "assume_output", "slo")
     options = ReplayOptions(**{name: given[name] for name in names})
-    fleet = fleet_of(_profiles(given["profiles"], given["replicas"]))
+    fleet = fleet_of(paired_profiles(given["profiles"], given["replicas"]))
     path = str(resolve_path(given["trace_path"]))
     others = [str(resolve_path(name)) for name in given["held_out"]]
     if path in others:

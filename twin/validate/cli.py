@@ -14,7 +14,7 @@ from policy.evidence import EvidenceError, decode, encode, key_of, signed
 from policy.files import decode as decode_document
 from policy.files import load_policy, policy_names, profile_names
 from policy.parameters import Parameters
-from twin.cli import BadInput, completed, plain_errors
+from twin.cli import BadInput, completed, paired_profiles, plain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -181,18 +181,13 @@ def asked_for(
     from twin.validate.gates import Goals
     from twin.validate.making import FULL, QUICK, Asked
 
-    if len(replicas) > len(profiles):
-        raise BadInput(
-            f"{len(replicas)} times --replicas for {len(profiles)} times --profile: give one each"
-        )
     numbers = {"--attain": attain, "--margin": margin, "--trace-seconds": trace_seconds}
     for name, number in numbers.items():
         if number is not None and not math.isfinite(number):
             raise BadInput(f"{name} {number}: write a number")
-    counts = [*replicas, *[1] * (len(profiles) - len(replicas))]
-    files = [
+    files = tuple(
         str(Path(name).resolve()) if name.endswith((".yaml", ".yml")) else name for name in profiles
-    ]
+    )
     live = load_policy(against)
     length = QUICK if quick else FULL
     if trace_seconds is not None:
@@ -205,7 +200,7 @@ def asked_for(
         judged_by=with_slo(live, slo),
         traces=traces,
         fleet=tuple(
-            Replicas(profile=name, count=count) for name, count in zip(files, counts, strict=True)
+            Replicas(profile=name, count=count) for name, count in paired_profiles(files, replicas)
         ),
         goals=Goals(attain / 100, margin / 100),
         scenarios=tuple(load_scenario(name) for name in scenarios),
