@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from traces import Trace
+    from twin.faults import Fault
     from twin.fleet import ReplicaSpec
     from twin.replay import Replay, ReplayOptions
     from twin.summary import Slo
@@ -99,6 +100,15 @@ def slo_limits(context: click.Context, parameter: click.Parameter, text: str) ->
         raise BadInput(str(error)) from error
 
 
+def _faults(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[Fault, ...]:
+    from twin.faults import parse_fault
+
+    with plain_errors():
+        return tuple(parse_fault(text) for text in texts)
+
+
 def _runs(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
     from twin.intervals import LEVEL_PERCENT, RUNS_LEAST
 
@@ -149,6 +159,11 @@ def completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
     "--slo", default="P0=1.5,P1=4,P2=10,tpot=0.1", metavar="LIMITS", callback=slo_limits,
     help="What a good answer is: seconds to first token by SLA class (`other`: no class), and per "
     "token after it. A request's own deadline goes first.",
+)  # fmt: skip
+@click.option(
+    "--fault", "faults", multiple=True, metavar="FAULT", callback=_faults,
+    help="What goes wrong meanwhile, as in a scenario file: '{kind: gpu_lost, at_s: 30, on: 0}'. "
+    "Repeat for several.",
 )  # fmt: skip
 @click.option(
     "--max-model-len", default=0, metavar="TOKENS",

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
 
 from policy.events import GpuFault
+from policy.files import parse_document
 from twin.agenda import FAULTS, Event
 from twin.arrivals import repeated
 from twin.dice import Dice
@@ -185,6 +186,7 @@ Fault = (
     GpuLost | EccUncorrectable | Xid | SlowCard | EngineHung | EngineKilled | OomLongPrompt
     | Network | BadWeights | TrafficSpike | RetryStorm | ColdStart | Overheating | PcieLoad
 )  # fmt: skip
+FAULT_KINDS: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in get_args(Fault))
 
 
 class Injector:
@@ -409,6 +411,33 @@ class Injector:
     def _set_storm(self) -> None:
         attempts = (fault.attempts for fault in self._storms.values())
         self._world.retry_attempts = max(attempts, default=0)
+
+
+def parse_fault(text: str) -> Fault:
+    """A fault written on one line as in a scenario file, such as
+    ``{kind: gpu_lost, at_s: 30, on: 0}``.
+
+    Raises:
+        FaultError: it is none, or one of its fields is wrong.
+    """
+    try:
+        raw = parse_document(text, "a fault")
+        # YAML 1.1 reads a bare ``on`` as true.
+        named = {"on" if key is True else key: value for key, value in raw.items()}  # type: ignore[comparison-overlap]
+        return msgspec.convert(named, Fault)  # type: ignore[no-any-return]
+    except ValueError as error:  # of the document, or of a field
+        why = " ".join(str(error).split())
+        raise FaultError(
+            f"{text!r} is no fault: {why}; write it as {{kind: gpu_lost, at_s: 30, on: 0}}, with"
+            f" one of the kinds {', '.join(FAULT_KINDS)}"
+        ) from error
+
+
+def span_s(fault: Fault) -> tuple[float, float | None]:
+    """From when to when it lasts, in seconds; None: for good."""
+    lasts = (getattr(fault, name, None) for name in ("for_s", "back_s", "reset_s", "restart_s"))
+    known = [seconds for seconds in lasts if seconds is not None]
+    return fault.at_s, fault.at_s + known[0] if known else None
 
 
 def kind_of(fault: Fault) -> str:

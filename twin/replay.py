@@ -7,10 +7,12 @@ import resource
 import shutil
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import to_builtins
 
 from policy.compose import build_policy
 from policy.files import code_hash
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from policy.parameters import Parameters
     from traces import Trace
     from twin.arrivals import Chunk
+    from twin.faults import Fault
     from twin.fleet import ReplicaSpec
     from twin.intervals import Intervals
     from twin.world import Sample
@@ -49,6 +52,8 @@ class ReplayOptions:
     log: LogMode = "hash"
     skip: bool = True
     slo: Slo = field(default_factory=Slo)
+    faults: tuple[Fault, ...] = ()
+    """What goes wrong meanwhile; times count from the trace's start, as it is played."""
     world: WorldSettings = field(default_factory=WorldSettings)
 
 
@@ -103,7 +108,8 @@ class Replay:
                  "trust": spec.profile.trust.status, "kv_blocks": spec.settings.kv_blocks}
                 for spec in self.fleet
             ],
-            "options": asdict(self.options),
+            "options": asdict(replace(self.options, faults=()))
+            | {"faults": to_builtins(self.options.faults)},
             "span_s": self.span_s,
             "all": summary.all.figures(self.span_s),
             **{
@@ -148,7 +154,8 @@ def replay(
         progress: called with the number of requests settled since the last call.
 
     Raises:
-        TraceError: the trace cannot be played; nothing is left half-written.
+        TraceError, FaultError: the trace, or a fault, cannot be played; nothing is left
+            half-written.
     """
     options = options or ReplayOptions()
     source = arrivals(
@@ -180,7 +187,10 @@ def replay(
                 writer.write(results_batch(chunk, seen, fleet))
             progress(len(chunk.results))
 
-        world = World(fleet, policy, log, settled, options.world, options.skip)
+        world = World(
+            fleet, policy, log, settled, options.world, options.skip, faults=options.faults,
+            seed=options.seed,
+        )  # fmt: skip
         first_ns, source = _peek(source, options.scale)
         with rare_collections():
             world.run(source)

@@ -1,32 +1,13 @@
 """The page's looks and behaviour: one style sheet, one script."""
 
-CSS = """
-:root {
-  color-scheme: light dark;
-  --bg: #f4f5f7; --card: #ffffff; --ink: #1b2430; --muted: #5d6877; --line: #dfe3e8;
-  --grid: #e9ecf0; --accent: #1f4e79;
-  --p0: #d97b1c; --p1: #1f6fc4; --p2: #12907a; --p3: #8a55c8; --p4: #bf3f78; --p5: #6c7683;
-  --hop-gateway: #9aa5b1; --hop-queue: #c8553d; --hop-schedule: #e3a63a; --hop-prefill: #3c9470;
-  --hop-decode: #8db4d8; --hop-network: #a98bc9;
-  --tier-turbo: #c8553d; --tier-lent: #e3a63a; --tier-stable: #2a8f83; --tier-batch: #7168c4;
-  --tier-fallback: #8a6f4d;
-  --good: #3c9470; --late: #e3b65a; --shed: #b9c0c9; --failed: #c0392b;
-  --ok-bg: #e3f2ea; --ok: #1f6b49; --warn-bg: #fbf0da; --warn: #7d5510;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --bg: #12161b; --card: #1b2027; --ink: #e4e8ed; --muted: #9aa5b3; --line: #2e353e;
-    --grid: #2a3038; --accent: #8fbce6;
-    --p0: #f0983f; --p1: #5aa2f0; --p2: #35b9a0; --p3: #b28ae6; --p4: #e26fa3; --p5: #9aa5b3;
-    --hop-gateway: #7d8894; --hop-queue: #d9705a; --hop-schedule: #d9a03f; --hop-prefill: #4aa981;
-    --hop-decode: #5d86ad; --hop-network: #a98bc9;
-    --tier-turbo: #e0705a; --tier-lent: #e3b04f; --tier-stable: #3fb3a5; --tier-batch: #958de6;
-    --tier-fallback: #b3946d;
-    --good: #4aa981; --late: #cf9f45; --shed: #5a6470; --failed: #d9604f;
-    --ok-bg: #1d3529; --ok: #8fd3b0; --warn-bg: #3a2f18; --warn: #e6c07a;
-  }
-}
-* { box-sizing: border-box; }
+from twin.report.colours import DARK, LIGHT, declared
+
+CSS = (
+    f"""
+:root {{ color-scheme: light dark; {declared(LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {declared(DARK)} }} }}
+"""
+    + """* { box-sizing: border-box; }
 body {
   margin: 0; background: var(--bg); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
@@ -96,6 +77,7 @@ footer { margin-top: 40px; border-top: 1px solid var(--line); padding-top: 14px;
   font-size: 14px; }
 footer li { margin-bottom: 5px; max-width: 115ch; }
 """
+)
 
 JS = """
 (function () {

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from twin.faults import kind_of
+from twin.faults import span_s as span_s_of
 from twin.report.figures import (
     TIERS,
     between,
@@ -27,6 +29,7 @@ from twin.results import HOPS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twin.faults import Fault
     from twin.intervals import Interval
     from twin.replay import Replay
     from twin.summary import Group, Histogram
@@ -485,7 +488,29 @@ def over_time(replays: Sequence[Replay], labels: Sequence[str]) -> dict[str, Cha
             "layout": {"xaxis": axis, "yaxis": {"title": {"text": "arrivals per second"},
                                                 "rangemode": "tozero"}},
         }  # fmt: skip
+    bands = fault_bands(replays[0].options.faults, span_s, per)
+    for chart in charts.values():
+        chart["layout"] |= bands
     return charts
+
+
+def fault_bands(faults: Sequence[Fault], span_s: float, per: float) -> Chart:
+    """Parts of a layout: a band, or a line where it has no length, for each fault."""
+    shapes, notes = [], []
+    for fault in faults:
+        start_s, end_s = span_s_of(fault)
+        shapes.append({
+            "type": "rect", "yref": "paper", "y0": 0, "y1": 1, "x0": start_s / per,
+            "x1": min(end_s if end_s is not None else span_s, max(span_s, start_s)) / per,
+            "fillcolor": "--tier-fallback", "opacity": 0.15, "layer": "below",
+            "line": {"color": "--tier-fallback", "width": 1},
+        })  # fmt: skip
+        notes.append({
+            "x": start_s / per, "y": 1, "yref": "paper", "text": kind_of(fault),
+            "showarrow": False, "xanchor": "left", "yanchor": "top",
+            "font": {"size": 10, "color": "--muted"},
+        })  # fmt: skip
+    return {"shapes": shapes, "annotations": notes} if shapes else {}
 
 
 def _line(name: str, x: list[float], y: list[float], place: int, *, thin: bool) -> Chart:

@@ -324,6 +324,7 @@ def differences(replays: Sequence[Replay]) -> list[str]:
         ("scale", lambda run: run.options.scale),
         ("lengths", lambda run: run.options.scale_lengths),
         ("SLO", lambda run: run.options.slo),
+        ("faults", lambda run: run.options.faults),
         ("delays of the world", lambda run: run.options.world),
     ]
     return [name for name, value in checks if differ(value)]
