@@ -11,6 +11,7 @@ import click
 from controller.calibration import cli as calibration
 from controller.cli import BadInput, keys, plain_errors, serve, status
 from controller.deployment import cli as deployment
+from dashboards.cli import ui
 from traces.cli import trace
 from twin.cli import completion, policy, replay_command
 from twin.forecast_cli import forecast
@@ -39,6 +40,7 @@ Start here:
   twinkeel deploy tuned.yaml --evidence build/evidence.json    to live traffic, and back if it harms
   twinkeel twin serve --profile h100-sxm/qwen3-8b --port 8000  a simulated vLLM over HTTP
   twinkeel serve --upstream http://127.0.0.1:8000              the controller in front of it
+  twinkeel ui --admin http://127.0.0.1:8081                    all of it in a browser
   twinkeel calibrate --engine http://127.0.0.1:8000 --out p.yaml   a profile of a real server
 """
 
@@ -158,6 +160,7 @@ main.add_command(status)
 main.add_command(keys)
 main.add_command(audit)
 main.add_command(explain)
+main.add_command(ui)
 main.add_command(completion)
 for live in (deployment.history, deployment.diff, deployment.rollback, deployment.status):
     policy.add_command(live)

@@ -1,0 +1,303 @@
+"""The jobs: what was asked, how far it is, where its results lie. SQLite, so any process may ask.
+
+A job is named by what it does: the same request, to the same code, is the same job, so a link finds
+the figures that it made. Its process has a group of its own, which a cancel ends as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager, suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+State = Literal["waiting", "running", "done", "failed", "cancelled", "died"]
+OPEN: tuple[State, ...] = ("waiting", "running")
+SCHEMA = """
+create table if not exists jobs (
+  id text primary key, kind text not null, request text not null, state text not null,
+  share real, said text not null default '', error text not null default '',
+  pid integer not null default 0, born text not null default '',
+  asked_s real not null, began_s real not null default 0, ended_s real not null default 0
+)
+"""
+GRACE_S = 0.3
+"""From SIGTERM to SIGKILL."""
+BUSY_S = 10.0
+KEPT_MOST = 200
+"""Jobs that have ended; the oldest are forgotten with their folders."""
+
+
+class JobsError(ValueError):
+    """A job that is not known."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What is known of a job."""
+
+    id: str
+    kind: str
+    request: dict[str, Any]
+    state: State
+    share: float | None
+    """Of the work that is done; None: not known."""
+    said: str
+    """What is being done."""
+    error: str
+    folder: Path
+    """Where its results lie."""
+    began_s: float
+    ended_s: float
+    """Since 1970; 0: not yet."""
+
+    @property
+    def open(self) -> bool:
+        return self.state in OPEN
+
+
+class Jobs:
+    """The jobs whose store lies in ``folder``.
+
+    Args:
+        most: jobs that run at the same time; the others wait, in the order in which they were
+            asked for.
+    """
+
+    def __init__(self, folder: Path, most: int = 2) -> None:
+        self._folder = folder
+        self._most = most
+        folder.mkdir(parents=True, exist_ok=True)
+        with closing(self._connection()) as database:
+            database.execute("pragma journal_mode = wal")
+            database.execute(SCHEMA)
+
+    def start(self, kind: str, request: dict[str, Any]) -> Job:
+        """The job that does this: the one that has done it, or does it now, or a new one. One that
+        was cancelled, failed or died goes on, where its work can go on."""
+        number = job_id(kind, request)
+        with self._writing() as database:
+            known = self._row(database, number)
+            if known is None:
+                text = msgspec.json.encode(request).decode()
+                database.execute(
+                    "insert into jobs (id, kind, request, state, asked_s) values (?, ?, ?, ?, ?)",
+                    (number, kind, text, "waiting", time.time()),
+                )
+            elif not known.open and known.state != "done":
+                database.execute(
+                    "update jobs set state = 'waiting', share = null, said = '', error = '',"
+                    " pid = 0, born = '', asked_s = ?, began_s = 0, ended_s = 0 where id = ?",
+                    (time.time(), number),
+                )
+        self.look()
+        return self.get(number)
+
+    def get(self, number: str) -> Job:
+        """
+        Raises:
+            JobsError: there is none.
+        """
+        with self._reading() as database:
+            job = self._row(database, number)
+        if job is None:
+            raise JobsError(f"there is no job {number!r} here")
+        return job
+
+    def find(self, kind: str, request: dict[str, Any]) -> Job | None:
+        """The job that does this; None: nobody asked for it yet."""
+        with self._reading() as database:
+            return self._row(database, job_id(kind, request))
+
+    def recent(self, *kinds: str, most: int = 20) -> list[Job]:
+        """The youngest first; of no kind: of all."""
+        chosen = f"where kind in ({','.join('?' * len(kinds))})" if kinds else ""
+        query = f"select * from jobs {chosen} order by asked_s desc limit ?"
+        with self._reading() as database:
+            return [self._job(row) for row in database.execute(query, (*kinds, most))]
+
+    def cancel(self, number: str) -> Job:
+        """End it: after this its processes are gone. What it has written stays."""
+        job, pid, born = self.get(number), 0, ""
+        with self._writing() as database:
+            row = database.execute("select pid, born from jobs where id = ?", (number,)).fetchone()
+            pid, born = row["pid"], row["born"]
+            database.execute(
+                "update jobs set state = 'cancelled', ended_s = ? where id = ? and state in"
+                " ('waiting', 'running')",
+                (time.time(), number),
+            )
+        if job.open and pid and _born(pid) == born:
+            _end_group(pid)
+        self.look()
+        return self.get(number)
+
+    def look(self) -> None:
+        """Note which processes are gone, and begin what waits while there is room."""
+        with self._writing() as database:
+            running = 0
+            rows = database.execute("select id, pid, born from jobs where state = 'running'")
+            for row in rows.fetchall():
+                if _born(row["pid"]) == row["born"]:
+                    running += 1
+                    continue
+                database.execute(
+                    "update jobs set state = 'died', ended_s = ? where id = ? and"
+                    " state = 'running'",
+                    (time.time(), row["id"]),
+                )
+            waiting = database.execute(
+                "select id from jobs where state = 'waiting' order by asked_s limit ?",
+                (max(0, self._most - running),),
+            ).fetchall()
+            for row in waiting:
+                pid = self._begin(row["id"])
+                database.execute(
+                    "update jobs set state = 'running', pid = ?, born = ?, began_s = ?"
+                    " where id = ?",
+                    (pid, _born(pid), time.time(), row["id"]),
+                )
+            self._forget(database)
+
+    # For the job's own process
+
+    def tell(self, number: str, share: float | None, said: str) -> None:
+        """How far it is."""
+        with self._writing() as database:
+            database.execute(
+                "update jobs set share = ?, said = ? where id = ? and state = 'running'",
+                (share, said, number),
+            )
+
+    def end(self, number: str, error: str = "") -> None:
+        """It is done, or has failed."""
+        state = "failed" if error else "done"
+        with self._writing() as database:
+            database.execute(
+                "update jobs set state = ?, error = ?, ended_s = ? where id = ? and"
+                " state = 'running'",
+                (state, error, time.time(), number),
+            )
+
+    def folder_of(self, number: str) -> Path:
+        return self._folder / number
+
+    def _connection(self) -> sqlite3.Connection:
+        path = self._folder / "jobs.db"
+        database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+        database.row_factory = sqlite3.Row
+        return database
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with closing(self._connection()) as database:
+            yield database
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, which nobody else writes in meanwhile."""
+        with closing(self._connection()) as database:
+            database.execute("begin immediate")
+            try:
+                yield database
+            except BaseException:
+                database.rollback()
+                raise
+            database.commit()
+
+    def _row(self, database: sqlite3.Connection, number: str) -> Job | None:
+        row = database.execute("select * from jobs where id = ?", (number,)).fetchone()
+        return None if row is None else self._job(row)
+
+    def _job(self, row: sqlite3.Row) -> Job:
+        return Job(
+            row["id"], row["kind"], msgspec.json.decode(row["request"]), row["state"],
+            row["share"], row["said"], row["error"], self.folder_of(row["id"]), row["began_s"],
+            row["ended_s"],
+        )  # fmt: skip
+
+    def _begin(self, number: str) -> int:
+        folder = self.folder_of(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "dashboards.jobs.worker", str(self._folder), number]
+        with (folder / "log.txt").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        return process.pid
+
+    def _forget(self, database: sqlite3.Connection) -> None:
+        old = database.execute(
+            "select id from jobs where state not in ('waiting', 'running')"
+            " order by asked_s desc limit -1 offset ?",
+            (KEPT_MOST,),
+        ).fetchall()
+        for row in old:
+            database.execute("delete from jobs where id = ?", (row["id"],))
+            shutil.rmtree(self.folder_of(row["id"]), ignore_errors=True)
+
+
+def job_id(kind: str, request: dict[str, Any]) -> str:
+    """Of what is done, and by which code."""
+    text = msgspec.json.encode((kind, request, code_version()), order="sorted")
+    return sha256(text).hexdigest()[:16]
+
+
+@cache
+def code_version() -> str:
+    """Of everything that decides a figure: kept figures are shown for the code that made them."""
+    root = Path(__file__).parents[2]
+    digest = sha256()
+    for package in ("policy", "traces", "twin", "dashboards/work"):
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in (".py", ".yaml"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _born(pid: int) -> str:
+    """When a process began, in the kernel's ticks; empty: there is none. With it a number that
+    another process has by now is not taken for the old one."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)  # one of ours that ended is gone only when somebody has asked
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _end_group(pid: int) -> None:
+    """SIGTERM, then SIGKILL, to a process and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+        end_s = time.monotonic() + GRACE_S
+        while time.monotonic() < end_s:
+            if not _group(pid):
+                return
+            time.sleep(0.01)
+
+
+def _group(pgid: int) -> bool:
+    """Whether any process of a group is left."""
+    with suppress(ChildProcessError):
+        os.waitpid(pgid, os.WNOHANG)
+    try:
+        os.killpg(pgid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

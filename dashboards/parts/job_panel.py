@@ -1,0 +1,79 @@
+"""How far a job is, with what may be done about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import streamlit as st
+
+from dashboards import state
+from dashboards.jobs import JobsError
+from dashboards.state import said, t
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dashboards.jobs import Job
+
+POLL_S = 0.5
+
+
+def job_panel(
+    kind: str, request: dict[str, object], *, label: str = "", key: str = "",
+    partial: Callable[[Job], None] | None = None, disabled: bool = False,
+) -> Job | None:  # fmt: skip
+    """A button that begins the job, its progress, and the job itself once it is done.
+
+    Pages draw what it found below. Nothing is lost when the page is left: the job is found again by
+    its request.
+
+    Args:
+        label: of the button.
+        key: tells panels of the same kind on one page apart.
+        partial: draws what there is so far, while the job runs.
+    """
+    key = key or kind
+    job = state.jobs().find(kind, request)
+    if job is None or not (job.open or job.state == "done"):
+        if job is not None:
+            _ended_badly(job)
+        text = label or t("jobs.run")
+        if job is not None and job.state in ("cancelled", "died"):
+            text = t("jobs.resume")
+        if not st.button(text, type="primary", key=f"job_{key}", disabled=disabled):
+            return None
+        job = state.jobs().start(kind, request)
+    if job.open:
+        _progress(job.id, key, partial)
+        return None
+    return job
+
+
+@st.fragment(run_every=POLL_S)
+def _progress(number: str, key: str, partial: Callable[[Job], None] | None) -> None:
+    jobs = state.jobs()
+    jobs.look()
+    try:
+        job = jobs.get(number)
+    except JobsError as error:
+        st.error(str(error))
+        return
+    if not job.open:
+        st.rerun(scope="app")
+    bar, button = st.columns([5, 1], vertical_alignment="center")
+    text = said(job.said) if job.state == "running" else t("jobs.waiting")
+    bar.progress(min(max(job.share or 0.0, 0.0), 1.0), text=text or t("jobs.starting"))
+    if button.button(t("jobs.cancel"), key=f"cancel_{key}", width="stretch"):
+        jobs.cancel(number)
+        st.rerun(scope="app")
+    if partial is not None:
+        partial(job)
+
+
+def _ended_badly(job: Job) -> None:
+    if job.state == "failed":
+        st.error(job.error)
+    elif job.state == "died":
+        st.warning(t("jobs.died", log=job.folder / "log.txt"))
+    else:
+        st.info(t("jobs.cancelled"))
