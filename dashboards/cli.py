@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from twin.cli import BadInput
+from twin.validate.cli import KEY_VARIABLE
 
 HELP = """Open the app in a browser: replay, what-if, tune, forecast, live, deploy.
 
@@ -45,10 +46,15 @@ the page, or read from --token-file. To deploy or roll back the token is typed e
     "--jobs", type=click.IntRange(1, 64), default=2, metavar="N",
     help="Jobs that run at the same time.",
 )  # fmt: skip
+@click.option(
+    "--key", "key_path", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    default=None, envvar=KEY_VARIABLE, metavar="FILE",
+    help=f"The deploy key, which signs evidence that the app gathers.  [env: {KEY_VARIABLE}]",
+)  # fmt: skip
 @click.option("--browser/--no-browser", default=True, help="Open a browser.")
 def ui(
     host: str, port: int, data: Path, admins: tuple[str, ...], token_files: tuple[str, ...],
-    jobs: int, browser: bool,
+    jobs: int, key_path: Path | None, browser: bool,
 ) -> None:  # fmt: skip
     if find_spec("streamlit") is None:
         raise BadInput(
@@ -79,8 +85,8 @@ def ui(
         sys.executable, "-m", "streamlit", "run", str(Path(__file__).with_name("app.py")),
         "--server.address", host, "--server.port", str(port), "--server.headless",
         "false" if browser else "true", "--browser.gatherUsageStats", "false",
-        "--server.fileWatcherType", "none", "--client.toolbarMode", "viewer",
-        "--client.showErrorDetails", "none",
+        "--server.fileWatcherType", "none", "--runner.magicEnabled", "false",
+        "--client.toolbarMode", "viewer", "--client.showErrorDetails", "none",
     ]  # fmt: skip
     click.echo(f"twinkeel ui: http://{host}:{port}")
     sys.stdout.flush()
@@ -91,6 +97,8 @@ def ui(
         VARIABLE: msgspec.json.encode(settings).decode(),
         "PYTHONPATH": os.pathsep.join(part for part in (root, path) if part),
     }
+    if key_path is not None:
+        environment[KEY_VARIABLE] = str(key_path.resolve())
     os.execve(sys.executable, command, environment)
 
 
