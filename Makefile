@@ -9,7 +9,7 @@ ifneq ($(wildcard ../shared/traces),)
 export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
-.PHONY: demo live-demo test test-live check oracle bench-twin bench-gateway dst scenarios \
+.PHONY: demo live-demo test test-live test-ui check oracle bench-twin bench-gateway dst scenarios \
   scenarios-long scorecard soak soak-long fidelity forecast-bench loop-demo gpu-steps format clean
 
 demo: .venv/demo
@@ -22,10 +22,14 @@ live-demo: $(if $(VLLM),.venv/dev,.venv/live)
 	$(BIN)/python -m $(if $(VLLM),tests.live.demo,controller.demo)
 
 test: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not live" -n 2 --cov=policy --cov-report=term-missing:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not live and not ui" -n 2 --cov=policy --cov-report=term-missing:skip-covered
 
 test-live: .venv/dev
 	$(BIN)/pytest -m live tests/live
+
+# The app in a real browser, and its figures: Debian's chromium, or the one of TWINKEEL_CHROMIUM.
+test-ui: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m ui tests/ui/browser
 
 check: .venv/dev
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ ICON = Path(__file__).with_name("icon.png")
 
 st.set_page_config(page_title="Twinkeel", page_icon=str(ICON), layout="wide")
 came = state.sync_url()
+st.html("<style>[data-testid='stMainBlockContainer'] { padding-top: 4rem; }</style>")
 page = st.navigation(
     [
         st.Page(

@@ -63,7 +63,12 @@ def ui(
         )
     from dashboards.state import VARIABLE, Settings
 
-    controllers = dict(_named(text, f"controller-{n}") for n, text in enumerate(admins, 1))
+    controllers: dict[str, str] = {}
+    for n, text in enumerate(admins, 1):
+        name, url = _named(text, f"controller-{n}")
+        if name in controllers:
+            raise BadInput(f"--admin {text}: {name} stands twice")
+        controllers[name] = url
     for name, url in controllers.items():
         if not url.startswith(("http://", "https://")):
             raise BadInput(f"--admin {url}: write a URL, as in http://127.0.0.1:8081")

@@ -47,7 +47,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Kind("h100-sxm/qwen3-8b", 4),
     )
     policies: Annotated[tuple[str, ...], Meta(min_length=1, max_length=POLICIES_MOST)] = (
-        "fifo", "stable",
+        "stable", "fifo",
     )  # fmt: skip
     """The first is the one that is asked about; the others are compared with it."""
     faults: Annotated[tuple[str, ...], Meta(max_length=20)] = ()
@@ -86,7 +86,7 @@ def to_query(scenario: Scenario) -> dict[str, list[str]]:
         elif isinstance(value, list | tuple):
             query[name] = [str(item) for item in value]
         elif isinstance(value, float):
-            query[name] = [f"{value:.12g}"]
+            query[name] = [_exact(value)]
         else:
             query[name] = [str(value)]
     return {name: values for name, values in query.items() if values}
@@ -132,6 +132,11 @@ def _kind(text: str) -> dict[str, object]:
     return {"profile": profile, "replicas": int(count)}
 
 
+def _exact(value: float) -> str:
+    """It comes back as the very same number."""
+    return repr(value).removesuffix(".0")
+
+
 def check(scenario: Scenario, path_of: Callable[[str], Path | str]) -> None:
     """Whether it can be played, as far as that is known without playing it.
 
@@ -170,5 +175,5 @@ def command(scenario: Scenario, path_of: Callable[[str], Path | str]) -> str:
     for option, field in options.items():
         value = getattr(scenario, field)
         if value != getattr(usual, field):
-            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [option, _exact(value) if isinstance(value, float) else str(value)]
     return shlex.join(words)

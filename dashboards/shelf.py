@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 PREFIX = "upload:"
 _DIGITS = 16
+_STEM_BYTES = 180
+"""Of a name, so that with all that is added a file system takes it."""
 _NAME = re.compile(
-    r"upload:(?P<stem>[\w.-]{1,60})~(?P<digest>[0-9a-f]{16})\.(?P<kind>trace|policy)"
+    r"upload:(?P<stem>[\w.-]{1,180})~(?P<digest>[0-9a-f]{16})\.(?P<kind>trace|policy)"
 )
 ENDINGS = {"trace": ".parquet", "policy": ".yaml"}
 
@@ -78,7 +80,7 @@ class Shelf:
             return Kept(name, "")
         self._folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=self._folder, prefix=".upload-") as scratch:
-            source = Path(scratch) / f"{stem}{Path(filename).suffix}"
+            source = Path(scratch) / f"{stem}{_suffix(filename)}"
             source.write_bytes(content)
             made = Path(scratch) / "made.parquet"
             try:
@@ -118,4 +120,10 @@ def label(name: str) -> str:
 
 def _stem(filename: str) -> str:
     stem = re.sub(r"[^\w.-]+", "-", Path(filename).name.partition(".")[0]).strip("-.")
-    return stem[:60] or "upload"
+    return stem.encode()[:_STEM_BYTES].decode(errors="ignore") or "upload"
+
+
+def _suffix(filename: str) -> str:
+    """By which readers know a format or a compression."""
+    found = re.fullmatch(r"\.\w{1,9}", Path(filename).suffix, re.ASCII)
+    return found[0].lower() if found else ""

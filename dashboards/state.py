@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import msgspec
 import streamlit as st
 
 from dashboards.jobs import Jobs
-from dashboards.scenario import Scenario, ScenarioError, from_query, in_query, to_query
+from dashboards.scenario import NAMES, Scenario, ScenarioError, from_query, in_query, to_query
 from dashboards.shelf import Shelf
 from dashboards.words import LANGUAGES, Words
 from twin.report.colours import DARK, LIGHT
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 VARIABLE = "TWINKEEL_UI_SETTINGS"
 """``Settings`` as JSON, for the process that Streamlit runs the app in."""
 _SCENARIO, _URL, _WRONG, _LANGUAGE = "scenario", "scenario_url", "scenario_wrong", "lang"
+_EXTRA, _PAST = "extra_query", "scenario_urls_past"
+STALE_S = 5.0
+"""So long a browser may send a URL that the app has replaced meanwhile."""
+EXTRAS_MOST, EXTRA_LONG = 12, 4000
+"""Names that pages may keep in the URL, and characters of each."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,6 +66,7 @@ def scenario() -> Scenario:
 def set_scenario(new: Scenario) -> None:
     """For all pages, and for the URL."""
     st.session_state[_SCENARIO] = new
+    st.session_state.pop(_WRONG, None)
 
 
 def sync_url() -> bool:
@@ -72,18 +79,63 @@ def sync_url() -> bool:
     last = st.session_state.get(_URL)
     _adopt_language(query)
     came = False
-    if in_query(query) and query != last:
-        st.session_state.pop(_WRONG, None)
+    changed = query != last and not _is_stale(query)
+    if in_query(query) and changed:
         try:
             came = scenario() != (found := from_query(query))
             set_scenario(found)
         except ScenarioError as error:
             st.session_state[_WRONG] = str(error)
-    written = to_query(scenario()) | {_LANGUAGE: [language()]}
-    if query != written:
-        st.query_params.from_dict(written)
-    st.session_state[_URL] = written
+    more = {name: values for name, values in query.items() if _is_extra(name, values)}
+    if changed and (more or in_query(query)):
+        st.session_state[_EXTRA] = dict(list(more.items())[:EXTRAS_MOST])
+    _write(query)
     return came or last is None
+
+
+def extra(name: str) -> list[str]:
+    """What a page keeps in the URL beside the scenario, so that a link has it too."""
+    return list(st.session_state.get(_EXTRA, {}).get(name, ()))
+
+
+def set_extra(name: str, values: list[str]) -> None:
+    """Keep it; nothing: no more."""
+    kept = {**st.session_state.get(_EXTRA, {}), name: values}
+    st.session_state[_EXTRA] = {name: values for name, values in kept.items() if values}
+    _write(st.session_state.get(_URL))
+
+
+def _written() -> dict[str, list[str]]:
+    """The URL of what is looked at."""
+    more: dict[str, list[str]] = st.session_state.get(_EXTRA, {})
+    return to_query(scenario()) | {_LANGUAGE: [language()]} | more
+
+
+def _write(there: Mapping[str, list[str]] | None) -> None:
+    """Put the URL of what is looked at in place of ``there``."""
+    written, last = _written(), st.session_state.get(_URL)
+    if there != written:
+        st.query_params.from_dict(written)
+    if last is not None and last != written:
+        st.session_state[_PAST] = [*_past(), (time.monotonic(), last)]
+    st.session_state[_URL] = written
+
+
+def _past() -> list[tuple[float, dict[str, list[str]]]]:
+    """URLs that were replaced a moment ago, and when."""
+    now_s = time.monotonic()
+    return [one for one in st.session_state.get(_PAST, ()) if now_s - one[0] < STALE_S]
+
+
+def _is_stale(query: Mapping[str, list[str]]) -> bool:
+    """Whether the browser sent it before it had the last one: who clicks twice in quick succession
+    has not gone back to what stood there before the first click."""
+    return any(query == one for _, one in _past())
+
+
+def _is_extra(name: str, values: list[str]) -> bool:
+    ours = name in NAMES.values() or name == _LANGUAGE
+    return not ours and sum(map(len, values)) <= EXTRA_LONG
 
 
 def link_error() -> str:

@@ -30,13 +30,9 @@ class Words:
         Raises:
             FileError: the file is no YAML.
         """
-        texts: dict[str, Mapping[str, str]] = {}
-        others: dict[str, str] = {}
-        for file in sorted(FILE.parent.glob("words*.yaml")):
-            raw = parse_document(file.read_text(encoding="utf-8"), file.name)
-            others |= raw.pop(OTHERS, {})
-            texts |= dict(_flat(raw, ""))
-        return cls(texts, others)
+        raw = parse_document(FILE.read_text(encoding="utf-8"), FILE.name)
+        others = raw.pop(OTHERS)
+        return cls(dict(_flat(raw, "")), others)
 
     def text(self, key: str, language: str, **values: Any) -> str:
         """The text with ``{name}`` replaced by values.

@@ -12,6 +12,8 @@ import numpy as np
 from traces.schema import SCHEMA, SLA_CLASSES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pyarrow as pa
     from rich.console import Console
 
@@ -34,22 +36,29 @@ _SHARES = (
 _COUNTS = ("user_id", "session_id", "chain_id")
 _BLOCKS_MAX = 20_000_000
 _BINS = 60
+_CURVE_POINTS = 60
 _SECONDS_MAX = 16_000.0
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def describe_trace(trace: Trace) -> dict[str, Any]:
+def describe_trace(
+    trace: Trace, progress: Callable[[int], None] = lambda rows: None
+) -> dict[str, Any]:
     """Summarise a trace, in one pass.
 
     Keys: `path`, `rows`, `duration_s`, `resolution_s` (the coarsest), `rate_rps` (mean),
     `rate_rps_busiest_minute`, `interarrival_cv` (as stamped), `minute_count_cv` (whole minutes),
     `rate_over_time` (pairs of seconds and requests per second), `lengths` (mean and quantiles of
-    each length), `prefix` (see `_Prefix.result`; None without prefix ids), `shares` (of rows, by
-    value), `unknown_sla_classes` (values of `sla_class` that are no class), `distinct` (users,
-    sessions, chains), `null_share` (of columns with any null).
-    Rate figures are None where arrivals are null.
+    each length), `length_curves` (pairs of a length and the share at or below it), `prefix` (see
+    `_Prefix.result`; None without prefix ids), `prefix_over_time` (pairs of seconds and the share
+    of the prompts' tokens that hit, in the bins of the rate), `shares` (of rows, by value),
+    `unknown_sla_classes` (values of `sla_class` that are no class), `distinct` (users, sessions,
+    chains), `null_share` (of columns with any null).
+    Rate figures are None where arrivals are null. `progress` is told the number of rows of each
+    batch.
     """
-    rate, prefix = _Rate(trace.duration_s), _Prefix()
+    rate = _Rate(trace.duration_s)
+    prefix = _Prefix(rate.bin_s)
     lengths = {name: _Histogram() for name in _LENGTHS}
     shares: dict[str, Counter[str]] = {name: Counter() for name in _SHARES}
     distinct: dict[str, set[int]] = {name: set() for name in _COUNTS}
@@ -69,6 +78,7 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         for name, known in distinct.items():
             known.update(columns[name].drop_null().to_pylist())
         prefix.add(columns)
+        progress(batch.num_rows)
     return {
         "path": str(trace.path),
         "rows": trace.rows,
@@ -76,7 +86,9 @@ def describe_trace(trace: Trace) -> dict[str, Any]:
         "resolution_s": round(coarsest, 6),
         **rate.result(trace.has_arrivals),
         "lengths": {n: h.result() for n, h in lengths.items() if h.rows},
+        "length_curves": {n: h.curve() for n, h in lengths.items() if h.rows},
         "prefix": prefix.result(),
+        "prefix_over_time": prefix.over_time() if trace.has_arrivals else None,
         "shares": {n: _as_shares(c, trace.rows) for n, c in shares.items() if c},
         "unknown_sla_classes": [n for n in shares["sla_class"] if n not in SLA_CLASSES],
         "distinct": {n: len(known) for n, known in distinct.items() if known},
@@ -102,8 +114,8 @@ class _Rate:
     """Requests per second over time, and how unevenly they come."""
 
     def __init__(self, duration_s: float) -> None:
-        self._bin_s = max(1.0, math.ceil(duration_s / _BINS))
-        self._bins: Array = np.zeros(int(duration_s / self._bin_s) + 1, np.int64)
+        self.bin_s = max(1.0, math.ceil(duration_s / _BINS))
+        self._bins: Array = np.zeros(int(duration_s / self.bin_s) + 1, np.int64)
         self._minutes: Array = np.zeros(int(duration_s / 60) + 1, np.int64)
         self._duration_s = duration_s
         self._last: float | None = None
@@ -112,7 +124,7 @@ class _Rate:
 
     def add(self, arrival_s: Array) -> None:
         """Take a batch's arrivals, sorted."""
-        for bins, width in ((self._bins, self._bin_s), (self._minutes, 60.0)):
+        for bins, width in ((self._bins, self.bin_s), (self._minutes, 60.0)):
             counts = np.bincount((arrival_s / width).astype(np.int64), minlength=bins.size)
             bins += counts[: bins.size]
         gaps = np.diff(arrival_s, prepend=arrival_s[0] if self._last is None else self._last)
@@ -136,7 +148,7 @@ class _Rate:
             "interarrival_cv": math.sqrt(max(spread, 0.0)) / mean if mean else None,
             "minute_count_cv": float(whole.std() / whole.mean()) if counted else None,
             "rate_over_time": [
-                (index * self._bin_s, float(count) / self._bin_s)
+                (index * self.bin_s, float(count) / self.bin_s)
                 for index, count in enumerate(self._bins)
             ]
             if known
@@ -181,6 +193,13 @@ class _Histogram:
         }
         return {"mean": self._sum / self.rows, **found, "max": self._top}
 
+    def curve(self) -> list[tuple[float, float]]:
+        """The distribution in some dozens of points: (length, share at or below it)."""
+        below = np.cumsum(self._counts)
+        marks = np.linspace(0, self.rows, _CURVE_POINTS + 1)[1:]
+        places = np.unique(np.searchsorted(below, np.ceil(marks), "left"))
+        return [(float(at) / self._scale, float(below[at]) / self.rows) for at in places]
+
 
 class _Prefix:
     """Prefix hits of a cache that never forgets, in the order of the rows.
@@ -189,7 +208,10 @@ class _Prefix:
     public traces, an id stands for a block and what is before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bin_s: float) -> None:
+        self._bin_s = bin_s
+        self._bins: dict[int, list[int]] = {}
+        """Tokens that hit and all tokens, by bin of time."""
         self._seen: set[int] = set()
         self._blocks = self._hits = self._rows = 0
         self._hit_tokens = self._prompt_tokens = 0
@@ -203,7 +225,10 @@ class _Prefix:
         sizes = columns["prefix_block_tokens"].fill_null(0).to_pylist()
         ends = np.cumsum(lists.value_lengths().fill_null(0).to_numpy()).tolist()
         flat = lists.flatten().to_numpy()
-        for start, end, prompt, size in zip([0, *ends], ends, prompts, sizes, strict=False):
+        places = columns["arrival_s"].fill_null(0.0).to_numpy() // self._bin_s
+        for start, end, prompt, size, place in zip(
+            [0, *ends], ends, prompts, sizes, places.astype(np.int64).tolist(), strict=False
+        ):
             if start == end:
                 continue
             # An id stands for its block and all blocks before it, so hits come before misses.
@@ -215,6 +240,17 @@ class _Prefix:
             self._hits += hits
             self._hit_tokens += min(hits * size, prompt)
             self._prompt_tokens += prompt
+            known = self._bins.setdefault(place, [0, 0])
+            known[0] += min(hits * size, prompt)
+            known[1] += prompt
+
+    def over_time(self) -> list[tuple[float, float]]:
+        """Share of the prompts' tokens that hit, by the second that its bin begins with."""
+        return [
+            (place * self._bin_s, hits / tokens)
+            for place, (hits, tokens) in sorted(self._bins.items())
+            if tokens
+        ]
 
     def result(self) -> dict[str, float] | None:
         """Hit shares: of the listed blocks, and of the prompts' tokens; and the rows used."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,17 +76,6 @@ def paired_profiles(names: tuple[str, ...], replicas: tuple[int, ...]) -> list[t
         )
     counts = list(replicas) + [1] * (len(names) - len(replicas))
     return list(zip(names, counts, strict=True))
-
-
-def _policies(names: tuple[str, ...]) -> list[tuple[str, Parameters]]:
-    """Each with a label of its own: the preset's name or the file's, numbered where they repeat."""
-    loaded: list[tuple[str, Parameters]] = []
-    for name in names:
-        stem = Path(name).stem
-        labels = {label for label, _ in loaded}
-        numbered = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
-        loaded.append((next(label for label in numbered if label not in labels), load_policy(name)))
-    return loaded
 
 
 def slo_limits(context: click.Context, parameter: click.Parameter, text: str) -> Slo:
@@ -195,6 +183,12 @@ def completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]:
     "--out", type=click.Path(path_type=Path, file_okay=False), default=None, metavar="FOLDER",
     help="Where the report goes.  [default: build/replay/TRACE]",
 )  # fmt: skip
+@click.option(
+    "--timeline", type=click.Path(path_type=Path, dir_okay=False), default=None, metavar="FILE",
+    help="Write the requests as a timeline for ui.perfetto.dev or chrome://tracing: the 20,000 "
+    "slowest, if there are more. Of several policies each gets a file of its own, its name before "
+    "the ending.",
+)  # fmt: skip
 @click.option("--quiet", is_flag=True, help="No progress bar, no table.")
 def replay_command(
     trace_path: str,
@@ -208,12 +202,13 @@ def replay_command(
     runs: int | None,
     jobs: int,
     out: Path | None,
+    timeline: Path | None,
     quiet: bool,
     **scaling: Any,
 ) -> None:
     from traces import open_trace
     from twin.fleet import fleet_of
-    from twin.replay import ReplayOptions
+    from twin.replay import ReplayOptions, named_policies
     from twin.report import table, write_html, write_json
 
     with plain_errors():
@@ -223,7 +218,7 @@ def replay_command(
             max_model_len=max_model_len,
             kv_blocks_given=kv_blocks,
         )
-        loaded = _policies(policies)
+        loaded = named_policies(policies)
         options = ReplayOptions(log=log_mode, skip=not no_skip, **scaling)
         folder = out or Path("build/replay") / trace.path.stem
         if runs is not None:
@@ -239,6 +234,8 @@ def replay_command(
             ]
         write_json(replays, folder / "report.json")
         write_html(replays, folder / "report.html")
+        if timeline is not None:
+            _write_timelines(replays, folder, timeline)
     if not quiet:
         from rich.console import Console
 
@@ -268,6 +265,19 @@ def _replay_one(
             out=folder / name,
             progress=lambda rows: bar.advance(task, rows),
         )
+
+
+def _write_timelines(replays: list[Replay], folder: Path, target: Path) -> None:
+    from twin.timeline import write_timeline
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for run in replays:
+        path = target
+        if len(replays) > 1:
+            path = target.with_name(f"{target.stem}.{run.policy}{target.suffix}")
+        requests = folder / run.policy / "requests.parquet"
+        count = write_timeline(requests, path, faults=run.options.faults)
+        click.echo(f"timeline: {path} ({count:,} of {run.summary.all.offered:,} requests)")
 
 
 def _check_errors(fleet: list[ReplicaSpec]) -> None:

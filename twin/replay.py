@@ -8,6 +8,7 @@ import shutil
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import to_builtins
 
 from policy.compose import build_policy
-from policy.files import code_hash
+from policy.files import code_hash, load_policy
 from policy.log import FullLog, HashLog, Header, SampleLog
 from policy.parameters import canonical
 from traces import TraceError, TraceWriter
@@ -25,7 +26,7 @@ from twin.summary import Slo, Summary
 from twin.world import World, WorldSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from policy.parameters import Parameters
     from traces import Trace
@@ -133,6 +134,22 @@ class Replay:
             "peak_mib": self.peak_mib,
             **({"uncertainty": self.intervals.plain()} if self.intervals is not None else {}),
         }  # fmt: skip
+
+
+def named_policies(names: Sequence[str]) -> list[tuple[str, Parameters]]:
+    """Presets and policy files, each with a label of its own: the preset's name or the file's,
+    numbered where they repeat.
+
+    Raises:
+        FileError: one of them is none.
+    """
+    loaded: list[tuple[str, Parameters]] = []
+    for name in names:
+        stem = Path(name).stem
+        labels = {label for label, _ in loaded}
+        numbered = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
+        loaded.append((next(label for label in numbered if label not in labels), load_policy(name)))
+    return loaded
 
 
 def replay(

@@ -61,6 +61,14 @@ class ReplicaView(msgspec.Struct, frozen=True):
     drift_permille: int | None = None
     """By how much its last steps took longer than its profile says (below 0: shorter); null: they
     are not recorded, or none was read yet."""
+    steps_read: int = 0
+    """Steps of its own records that were held against its profile since it came up."""
+    step_ms_measured: float = -1.0
+    """A step, of those read last; -1: none."""
+    step_ms_predicted: float = -1.0
+    """The same, as its profile predicts it."""
+    lacks: tuple[str, ...] = ()
+    """Metrics that its page, as last read, should have and has not."""
 
 
 class TierView(msgspec.Struct, frozen=True):
@@ -207,6 +215,7 @@ def _replica(replica: Replica, stats: Stats, now_ns: int) -> ReplicaView:
     rotated = stats.rotation.get(replica.id)
     scraped = stats.scraped.get(replica.id)
     spec = replica.spec
+    steps = stats.drifts.last(replica.id)
     rotation, why = ("in", "") if rotated is None else (rotated[0].state, rotated[0].why)
     if not replica.up:
         rotation, why = "out", "never seen" if spec is None else "down"
@@ -230,6 +239,10 @@ def _replica(replica: Replica, stats: Stats, now_ns: int) -> ReplicaView:
         version="" if spec is None else spec.version,
         domain="" if spec is None else spec.domain,
         drift_permille=stats.drifts.permille(replica.id),
+        steps_read=0 if steps is None else steps.read,
+        step_ms_measured=-1.0 if steps is None else steps.measured_ms,
+        step_ms_predicted=-1.0 if steps is None else steps.predicted_ms,
+        lacks=replica.lacks,
     )
 
 

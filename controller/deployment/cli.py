@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
-from base64 import b64encode
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -22,8 +20,9 @@ from controller.cli import (
     token_for,
 )
 from controller.config import Settings
+from controller.deployment.asking import evidence_at, parse_stages, request_of
 from controller.deployment.views import Current, Diff, Row, Step
-from policy.files import FileError, load_policy, read_document
+from policy.files import load_policy, read_document
 from policy.parameters import render
 
 if TYPE_CHECKING:
@@ -116,60 +115,17 @@ def deploy(
 ) -> None:  # fmt: skip
     with plain_errors():
         where = _found(data, admin, token_file)
-        document = {
-            "policy": render(load_policy(policy)),
-            "override": override.strip(),
-            "plan": {
-                **({} if plan is None else read_document(plan)),
-                **({"stages": parse_stages(stages)} if stages else {}),
-            },
-            **_evidence(evidence),
+        wanted = {
+            **({} if plan is None else read_document(plan)),
+            **({"stages": parse_stages(stages)} if stages else {}),
         }
+        document = request_of(render(load_policy(policy)), evidence_at(evidence), wanted, override)
         row = asked(where, "/deployments", Row, document)
         if row.stage in ENDS:
             raise click.ClickException(f"deployment {row.id}: {_step(row.steps[-1])}")
         click.echo(f"deployment {row.id}: {row.name} ({row.hash[:SHOWN]}) begins in {row.stage}")
         if watch:
             raise SystemExit(_watched(where, row.id))
-
-
-def _evidence(path: Path | None) -> dict[str, str]:
-    """The evidence and the log beside it, as they are sent."""
-    if path is None:
-        return {}
-    log = path.with_suffix(".log")
-    packed = b64encode(zlib.compress(log.read_bytes())).decode() if log.is_file() else ""
-    return {"evidence": path.read_bytes().decode("utf-8", "replace"), "log": packed}
-
-
-def parse_stages(text: str) -> list[dict[str, object]]:
-    """``KIND:SECONDS[:REQUESTS]``, one after another, as the plan's stages.
-
-    Raises:
-        FileError: it is none of that.
-    """
-    stages: list[dict[str, object]] = []
-    for part in text.split(","):
-        kind, *numbers = part.strip().split(":")
-        kind, equals, percent = kind.partition("=")
-        share = {"shadow": "0", "full": "100"}.get(kind, percent)
-        try:
-            if kind not in ("shadow", "canary", "full") or bool(equals) != (kind == "canary"):
-                raise ValueError
-            permille = round(10 * float(share))
-            least_s, least_requests = int(numbers[0]), int((*numbers, "0")[1])
-            if len(numbers) > 2 or not 0 <= permille <= 1000 or min(least_s, least_requests) < 0:
-                raise ValueError
-        except (ValueError, IndexError):
-            raise FileError(
-                "--stages", f"{part.strip()!r} is no stage", value=part,
-                hint="such as shadow:60, canary=5:600:500 or full:600",
-            ) from None  # fmt: skip
-        stages.append(
-            {"kind": kind, "share_permille": permille, "least_s": least_s,
-             "least_requests": least_requests}
-        )  # fmt: skip
-    return stages
 
 
 def _watched(where: Where, number: int) -> int:

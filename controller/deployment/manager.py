@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from controller.deployment import papers
+from controller.deployment.measured import Measuring
 from controller.deployment.papers import Refusal, drifting_replicas
 from controller.deployment.plans import plan_of
 from controller.deployment.views import Current, Diff, Row, changes_between, finite, row_of
@@ -94,6 +95,7 @@ class _Running:
         self.entry = entry
         """As the history has it, or will have it once the disk lets it."""
         self.watcher = Watcher(old, entry.id)
+        self.measuring = Measuring(judge.plan)
         self.verdict: Verdict | None = None
         self.ending = False
         """It is being rolled back."""
@@ -192,6 +194,7 @@ class Deployments(Listener):
             told = running.watcher.aside(now_ns)
             for result in (*told, *running.watcher.step(now_ns, event, decisions)):
                 running.judge.settled(result)
+                running.measuring.settled(result)
         except Exception as error:  # requests must not notice
             LOGGER.exception("the judge of deployment %d failed", running.id)
             running.broken = f"its judge failed ({type(error).__name__}: {error})"
@@ -379,6 +382,7 @@ class Deployments(Listener):
             await self._enter(running, stage)
             if not running.ending:
                 judge.advance(self._driver.now_ns())
+                running.measuring.begin(self._driver.now_ns())
 
     async def _verdict(self, running: _Running) -> Verdict | None:
         """That it may go on or is to be held; what must not go on is rolled back. None: that, or
@@ -695,6 +699,10 @@ class Deployments(Listener):
             figures=finite((*judge.figures(), *budget)),
             shadow=None if running.shadow is None else running.shadow.report(),
             override=running.entry.override,
+            stage_number=judge.stage_number,
+            stage_s=round(max(0.0, self._wall_s() - running.entry.transitions[-1].at_s), 3),
+            plan=plan,
+            measured=running.measuring.figures(self._driver.now_ns()),
         )
 
     def said(self) -> str:

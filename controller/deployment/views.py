@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from controller.deployment.measured import Measured  # noqa: TC001 - msgspec reads it
+from policy.deployment import DeploymentPlan  # noqa: TC001 - msgspec reads it
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -57,6 +60,13 @@ class Current(msgspec.Struct, frozen=True):
     shadow: dict[str, int] | None
     """In stage shadow: what it would have done, by what and how often."""
     override: str
+    stage_number: int = 0
+    """Of the plan's, from 0."""
+    stage_s: float = 0.0
+    """s that it has lasted."""
+    plan: DeploymentPlan | None = None
+    measured: tuple[Measured, ...] = ()
+    """What the evidence has predicted, and what is measured, over the plan's window."""
 
 
 class Change(msgspec.Struct, frozen=True):

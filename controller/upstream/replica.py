@@ -25,8 +25,8 @@ class Replica:
     """One server. Its numbers are kept by whoever finds them out; nothing is decided here."""
 
     __slots__ = (
-        "_urls", "attempts", "cost", "handling_ns", "id", "name", "network_ns", "session", "spec",
-        "streams", "tokens", "up", "upstream", "url",
+        "_urls", "attempts", "cost", "handling_ns", "id", "lacks", "name", "network_ns", "session",
+        "spec", "streams", "tokens", "up", "upstream", "url",
     )  # fmt: skip
 
     def __init__(self, id: int, upstream: Upstream, session: aiohttp.ClientSession) -> None:
@@ -54,6 +54,9 @@ class Replica:
         """Calls in flight."""
         self.streams = 0
         """How many of these are streams, whose tokens are seen as they come."""
+
+        self.lacks: tuple[str, ...] = ()
+        """Metrics that its page, as last read, should have and has not."""
 
     def handled(self, ns: int) -> None:
         """A stream's headers came after that long."""

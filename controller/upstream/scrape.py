@@ -65,6 +65,22 @@ class Page(NamedTuple):
     """Files on the server's machine in which its engines record their steps."""
 
 
+NEEDED = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_used_permille": "vllm:kv_cache_usage_perc",
+    "preemptions": "vllm:num_preemptions_total",
+    "generation_tokens": "vllm:generation_tokens_total",
+    "steps": "twinkeel_steps_info",
+}
+"""Which metric says which part of a page."""
+
+
+def lacking(page: Page) -> tuple[str, ...]:
+    """The metrics that a page should have and has not."""
+    return tuple(metric for part, metric in NEEDED.items() if getattr(page, part) in (None, ()))
+
+
 class CacheConfig(NamedTuple):
     """The KV cache that a server says it has; 0: it does not say."""
 
@@ -283,6 +299,7 @@ class Scraper:
         age_ns = time.monotonic_ns() - asked_ns
         if not (replica.up and replica.spec is spec and self._used(replica, page, asked_ns)):
             return
+        replica.lacks = lacking(page)
         known = self._of(replica)
         if asked_ns - known.counted_ns > BASE_S_MOST * NS_PER_S:
             known.base = page.generation_tokens

@@ -1,9 +1,21 @@
-"""The page ``live``."""
+"""The page ``live``: a controller at work."""
 
 from __future__ import annotations
 
 import streamlit as st
 
+from dashboards.parts.live import found as others
+from dashboards.parts.live import panels
+from dashboards.parts.live.door import door
+from dashboards.parts.live.html import steady, title
 from dashboards.state import t
 
 st.header(t("live.title"))
+found = door()
+if found is not None:
+    steady("live_fresh", "found")
+    st.fragment(panels.panels, run_every=panels.POLL_S)(found)
+    with st.container(key="found"):
+        title(t("live.found"))
+        st.caption(t("live.found_why"))
+        st.fragment(others.found, run_every=others.POLL_S)(found)

@@ -1,9 +1,30 @@
-"""The page ``replay``."""
+"""The page ``replay``: a trace through a fleet under policies, and what came of it."""
 
 from __future__ import annotations
 
+import msgspec
 import streamlit as st
 
+from dashboards import state
+from dashboards.parts.job_panel import job_panel
+from dashboards.parts.replay.results import results
+from dashboards.parts.replay.trace import trace_section
+from dashboards.scenario import ScenarioError, check
 from dashboards.state import t
 
+scenario = state.scenario()
 st.header(t("replay.title"))
+if trace_section(scenario):
+    try:
+        check(scenario, state.shelf().path_of)
+        wrong = ""
+    except ScenarioError as error:
+        wrong = str(error)
+        st.error(wrong)
+    st.divider()
+    job = job_panel(
+        "replay", msgspec.to_builtins(scenario), label=t("replay.run"), disabled=bool(wrong)
+    )
+    if job is not None:
+        with st.container(key="replay_results"):
+            results(job, scenario)

@@ -37,6 +37,8 @@ create table if not exists jobs (
 GRACE_S = 0.3
 """From SIGTERM to SIGKILL."""
 BUSY_S = 10.0
+WORK = "dashboards.work"
+"""The package of the kinds."""
 KEPT_MOST = 200
 """Jobs that have ended; the oldest are forgotten with their folders."""
 
@@ -74,14 +76,16 @@ class Jobs:
     Args:
         most: jobs that run at the same time; the others wait, in the order in which they were
             asked for.
+        package: where the modules of the kinds are.
     """
 
-    def __init__(self, folder: Path, most: int = 2) -> None:
+    def __init__(self, folder: Path, most: int = 2, package: str = WORK) -> None:
         self._folder = folder
         self._most = most
+        self._package = package
         folder.mkdir(parents=True, exist_ok=True)
         with closing(self._connection()) as database:
-            database.execute("pragma journal_mode = wal")
+            _be_wal(database)
             database.execute(SCHEMA)
 
     def start(self, kind: str, request: dict[str, Any]) -> Job:
@@ -129,53 +133,71 @@ class Jobs:
             return [self._job(row) for row in database.execute(query, (*kinds, most))]
 
     def cancel(self, number: str) -> Job:
-        """End it: after this its processes are gone. What it has written stays."""
-        job, pid, born = self.get(number), 0, ""
+        """End it: after this its processes are gone. What it has written stays.
+
+        Raises:
+            JobsError: there is none.
+        """
         with self._writing() as database:
             row = database.execute("select pid, born from jobs where id = ?", (number,)).fetchone()
-            pid, born = row["pid"], row["born"]
-            database.execute(
+            ended = database.execute(
                 "update jobs set state = 'cancelled', ended_s = ? where id = ? and state in"
                 " ('waiting', 'running')",
                 (time.time(), number),
-            )
-        if job.open and pid and _born(pid) == born:
-            _end_group(pid)
+            ).rowcount
+        if row is not None and ended and row["pid"]:
+            _end_job(row["pid"], row["born"])
         self.look()
         return self.get(number)
 
     def look(self) -> None:
         """Note which processes are gone, and begin what waits while there is room."""
+        if not self._anything_to_do():
+            return
+        gone: list[sqlite3.Row] = []
         with self._writing() as database:
             running = 0
             rows = database.execute("select id, pid, born from jobs where state = 'running'")
             for row in rows.fetchall():
-                if _born(row["pid"]) == row["born"]:
+                if _alive(row["pid"], row["born"]):
                     running += 1
                     continue
+                gone.append(row)
                 database.execute(
-                    "update jobs set state = 'died', ended_s = ? where id = ? and"
-                    " state = 'running'",
+                    "update jobs set state = 'died', ended_s = ? where id = ?",
                     (time.time(), row["id"]),
                 )
             waiting = database.execute(
-                "select id from jobs where state = 'waiting' order by asked_s limit ?",
+                "select id from jobs where state = 'waiting' order by asked_s, rowid limit ?",
                 (max(0, self._most - running),),
             ).fetchall()
             for row in waiting:
-                pid = self._begin(row["id"])
-                database.execute(
-                    "update jobs set state = 'running', pid = ?, born = ?, began_s = ?"
-                    " where id = ?",
-                    (pid, _born(pid), time.time(), row["id"]),
-                )
+                self._begin(database, row["id"])
             self._forget(database)
+        for row in gone:
+            # What it had started would go on, and be in the way of the same job begun again.
+            _end_job(row["pid"], row["born"])
+
+    def _anything_to_do(self) -> bool:
+        """Pages ask several times a second: mostly there is nothing, and then nobody is locked
+        out."""
+        with self._reading() as database:
+            rows = database.execute(
+                "select state, pid, born from jobs where state in ('waiting', 'running')"
+            ).fetchall()
+            ended = database.execute(
+                "select count(*) from jobs where state not in ('waiting', 'running')"
+            ).fetchone()[0]
+        running = [row for row in rows if row["state"] == "running"]
+        room = len(running) < self._most and len(rows) > len(running)
+        alive = all(_alive(row["pid"], row["born"]) for row in running)
+        return room or not alive or ended > KEPT_MOST
 
     # For the job's own process
 
     def tell(self, number: str, share: float | None, said: str) -> None:
-        """How far it is."""
-        with self._writing() as database:
+        """How far it is. Left out where the store is busy: no job is to end for that."""
+        with suppress(sqlite3.OperationalError), self._writing() as database:
             database.execute(
                 "update jobs set share = ?, said = ? where id = ? and state = 'running'",
                 (share, said, number),
@@ -198,6 +220,7 @@ class Jobs:
         path = self._folder / "jobs.db"
         database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
         database.row_factory = sqlite3.Row
+        database.execute("pragma synchronous = normal")  # a power cut may forget the last steps
         return database
 
     @contextmanager
@@ -228,20 +251,37 @@ class Jobs:
             row["ended_s"],
         )  # fmt: skip
 
-    def _begin(self, number: str) -> int:
+    def _begin(self, database: sqlite3.Connection, number: str) -> None:
+        """Its process, and what the store knows of it."""
         folder = self.folder_of(number)
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "dashboards.jobs.worker", str(self._folder), number]
-        with (folder / "log.txt").open("ab") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command = [
+            sys.executable, "-m", "dashboards.jobs.worker", str(self._folder), number,
+            str(self._most), self._package,
+        ]  # fmt: skip
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "log.txt").open("ab") as log:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            database.execute(
+                "update jobs set state = 'failed', error = ?, ended_s = ? where id = ?",
+                (f"its process could not be started: {error}", time.time(), number),
             )
-        return process.pid
+            return
+        database.execute(
+            "update jobs set state = 'running', pid = ?, born = ?, began_s = ? where id = ?",
+            (process.pid, _born(process.pid), time.time(), number),
+        )
+        # It outlives us, so nobody waits for it here: ``_born`` asks what became of it.
+        process.returncode = 0
 
     def _forget(self, database: sqlite3.Connection) -> None:
         old = database.execute(
             "select id from jobs where state not in ('waiting', 'running')"
-            " order by asked_s desc limit -1 offset ?",
+            " order by ended_s desc limit -1 offset ?",
             (KEPT_MOST,),
         ).fetchall()
         for row in old:
@@ -262,7 +302,7 @@ def code_version() -> str:
     digest = sha256()
     for package in ("policy", "traces", "twin", "dashboards/work"):
         for path in sorted((root / package).rglob("*")):
-            if path.suffix in (".py", ".yaml"):
+            if path.suffix in (".py", ".yaml", ".parquet"):
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -278,6 +318,18 @@ def _born(pid: int) -> str:
         return ""
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _alive(pid: int, born: str) -> bool:
+    """Whether the process that a job began with is there."""
+    return bool(born) and _born(pid) == born
+
+
+def _end_job(pid: int, born: str) -> None:
+    """End what is left of a job's group: nothing, if another process has its number by now, which
+    no process gets while any of the group is left."""
+    if _born(pid) in ("", born):
+        _end_group(pid)
 
 
 def _end_group(pid: int) -> None:
@@ -301,3 +353,17 @@ def _group(pgid: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def _be_wal(database: sqlite3.Connection) -> None:
+    """Readers and the writer do not wait for each other; a change that SQLite itself does not wait
+    for, where several begin at once."""
+    end_s = time.monotonic() + BUSY_S
+    while True:
+        try:
+            database.execute("pragma journal_mode = wal")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.01)

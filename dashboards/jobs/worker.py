@@ -1,4 +1,4 @@
-"""The process of one job: ``python -m dashboards.jobs.worker STORE JOB``."""
+"""The process of one job: ``python -m dashboards.jobs.worker STORE JOB MOST PACKAGE``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ NICE = 10
 """The pages come first."""
 EVERY_S = 0.2
 """How often the store is told, at most."""
+OURS = ("controller", "dashboards", "policy", "traces", "twin")
 
 
-def main(store: Path, number: str) -> int:
-    """The exit code."""
+def main(store: Path, number: str, most: int, package: str) -> int:
+    """The exit code.
+
+    Args:
+        most: jobs at the same time, of which this process begins the next when it is done.
+        package: where the module of the kind is.
+    """
     os.nice(NICE)
-    jobs = Jobs(store)
+    jobs = Jobs(store, most, package)
     last_s = 0.0
 
     def tell(share: float | None, said: str) -> None:
@@ -31,11 +37,14 @@ def main(store: Path, number: str) -> int:
 
     try:
         job = jobs.get(number)
-        import_module(f"dashboards.work.{job.kind}").run(job.request, job.folder, tell)
+        import_module(f"{package}.{job.kind}").run(job.request, job.folder, tell)
     except (ValueError, OSError, JobsError) as error:
         # All errors of ours that a user can mend are ValueErrors, with a sentence.
         traceback.print_exc()
         jobs.end(number, str(error) or type(error).__name__)
+    except ModuleNotFoundError as error:
+        traceback.print_exc()
+        jobs.end(number, _missing(error.name or str(error), package))
     except BaseException as error:
         traceback.print_exc()
         jobs.end(number, f"a fault of ours: {type(error).__name__}: {error}")
@@ -47,5 +56,15 @@ def main(store: Path, number: str) -> int:
     return 0
 
 
+def _missing(module: str, package: str) -> str:
+    """Of ours: a fault; of others: an extra that was left out when this was installed."""
+    if module.partition(".")[0] in (*OURS, package.partition(".")[0]):
+        return f"a fault of ours: there is no module {module}"
+    return (
+        f"{module} is not installed: it is in one of the extras, as in"
+        " pip install 'twinkeel[ui,forecast]'"
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]))

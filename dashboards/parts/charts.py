@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
 from dashboards.state import colours, said, t
 from twin.report.colours import coloured
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 Chart = dict[str, Any]
 CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
 
 
-def show_chart(chart: Chart, key: str, *, legend: bool = True, select: bool = False) -> Any:
+def show_chart(
+    chart: Chart, key: str, *, legend: bool = True, select: bool = False,
+    keep: Collection[str] = (),
+) -> Any:  # fmt: skip
     """Draw ``chart``: ``traces``, ``layout`` and ``height``, as ``twin.report.charts`` makes them,
     with names of colours and English texts.
 
     Args:
         select: points can be clicked; then what was clicked is returned, as ``st.plotly_chart``
             says it.
+        keep: names that are no words, such as those of policies: they are not translated.
     """
     layout = chart["layout"]
     ink, grid, line = "--ink", "--grid", "--line"
@@ -32,14 +39,16 @@ def show_chart(chart: Chart, key: str, *, legend: bool = True, select: bool = Fa
         "height": chart["height"] + (40 if legend else 0), "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)", "font": {"size": 12, "color": ink},
         "hoverlabel": {"bgcolor": "--card", "bordercolor": line, "font": {"color": ink}},
-        "showlegend": legend, "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        "showlegend": legend, "legend": {
+            "orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal",
+        },
         "hovermode": "closest",
     } | layout | axes  # fmt: skip
     dress["margin"] = {"l": 56, "r": 14, "t": 34 if legend else 10, "b": 44} | layout.get(
         "margin", {}
     )
     traces = [{k: v for k, v in one.items() if k != "role"} for one in chart["traces"]]
-    figure = _translated(coloured({"data": traces, "layout": dress}, colours()))
+    figure = _translated(coloured({"data": traces, "layout": dress}, colours()), keep)
     how: dict[str, Any] = {"on_select": "rerun", "selection_mode": "points"} if select else {}
     return st.plotly_chart(figure, key=key, theme=None, config=CONFIG, width="stretch", **how)
 
@@ -63,12 +72,13 @@ def tail(chart: Chart) -> Chart:
     return {**chart, "traces": traces, "layout": {**chart["layout"], "yaxis": axis}}
 
 
-def _translated(value: Any, key: str = "") -> Any:
+def _translated(value: Any, keep: Collection[str], key: str = "") -> Any:
     """Titles, names and tick texts in the session's language."""
     if isinstance(value, dict):
-        return {name: _translated(item, name) for name, item in value.items()}
+        return {name: _translated(item, keep, name) for name, item in value.items()}
     if key == "ticktext" and isinstance(value, list):
         return [said(item) if isinstance(item, str) else item for item in value]
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [_translated(item) for item in value]
-    return said(value) if key in ("text", "name") and isinstance(value, str) else value
+        return [_translated(item, keep) for item in value]
+    shown = key in ("text", "name") and isinstance(value, str) and value not in keep
+    return said(value) if shown else value

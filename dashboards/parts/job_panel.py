@@ -20,7 +20,7 @@ POLL_S = 0.5
 
 def job_panel(
     kind: str, request: dict[str, object], *, label: str = "", key: str = "",
-    partial: Callable[[Job], None] | None = None, disabled: bool = False,
+    partial: Callable[[Job], None] | None = None, disabled: bool = False, button: str = "",
 ) -> Job | None:  # fmt: skip
     """A button that begins the job, its progress, and the job itself once it is done.
 
@@ -31,6 +31,7 @@ def job_panel(
         label: of the button.
         key: tells panels of the same kind on one page apart.
         partial: draws what there is so far, while the job runs.
+        button: the key of the button; empty: of the panel's own.
     """
     key = key or kind
     job = state.jobs().find(kind, request)
@@ -40,7 +41,7 @@ def job_panel(
         text = label or t("jobs.run")
         if job is not None and job.state in ("cancelled", "died"):
             text = t("jobs.resume")
-        if not st.button(text, type="primary", key=f"job_{key}", disabled=disabled):
+        if not st.button(text, type="primary", key=button or f"job_{key}", disabled=disabled):
             return None
         job = state.jobs().start(kind, request)
     if job.open:

@@ -60,13 +60,13 @@ def scenario_form(*, anew: bool) -> None:
         traces.append(st.session_state.form_trace)
     st.selectbox(t("form.trace"), traces, key="form_trace", format_func=uploads.label)
     _fleet()
+    _upload_policy()
     policies = state.shelf().policies()
     policies += [name for name in st.session_state.form_policies if name not in policies]
     st.multiselect(
         t("form.policies"), policies, key="form_policies", max_selections=POLICIES_MOST,
         format_func=uploads.label, help=t("form.policies_help"),
     )  # fmt: skip
-    _upload_policy()
     _faults()
     with st.expander(t("form.more")):
         st.text_input(t("form.slo"), key="form_slo", help=t("form.slo_help"))
@@ -144,11 +144,11 @@ def _fleet() -> None:
     left, right = st.columns(2)
     left.button(
         t("form.add_kind"), on_click=more, args=(1,), disabled=form.form_kinds >= KINDS_MOST,
-        width="stretch",
+        key="form_add_kind", width="stretch",
     )  # fmt: skip
     right.button(
         t("form.drop_kind"), on_click=more, args=(-1,), disabled=form.form_kinds < 2,
-        width="stretch",
+        key="form_drop_kind", width="stretch",
     )  # fmt: skip
 
 
@@ -168,7 +168,8 @@ def _faults() -> None:
             name, usual = _SIZES[kind]
             st.number_input(name, value=usual, key=f"fault_size_{kind}")
         wrong = form.get("fault_wrong", "")
-        st.button(t("form.fault_put"), on_click=_put_fault, type="primary", width="stretch")
+        st.button(t("form.fault_put"), on_click=_put_fault, type="primary", width="stretch",
+                  key="fault_put")  # fmt: skip
         if wrong:
             st.error(wrong)
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from controller.deployment.cli import _evidence
+from controller.deployment.asking import evidence_at
 from controller.deployment.manager import Deployments
 from controller.store.database import Database
 from policy.decisions import Dispatch, Refused, Settled
@@ -232,7 +232,7 @@ def validated(
 
 def sent(candidate: Parameters, evidence: Path, **more: object) -> dict[str, object]:
     """What the command sends."""
-    return {"policy": render(candidate), **_evidence(evidence), **more}
+    return {"policy": render(candidate), **evidence_at(evidence), **more}
 
 
 def deploy(controller: Controller, request: dict[str, object]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from controller.config import Settings, Upstream
 from controller.deployment import manager as module
-from controller.deployment.cli import parse_stages
+from controller.deployment.asking import parse_stages
 from controller.deployment.manager import Deployments, Tee
 from controller.deployment.papers import Papers, Refusal
 from controller.deployment.plans import plan_of

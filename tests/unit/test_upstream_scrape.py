@@ -15,7 +15,16 @@ import pytest
 
 from controller.upstream import scrape
 from controller.upstream.replica import Replica
-from controller.upstream.scrape import CacheConfig, Page, PageError, Scraper, cache_config, parse
+from controller.upstream.scrape import (
+    NEEDED,
+    CacheConfig,
+    Page,
+    PageError,
+    Scraper,
+    cache_config,
+    lacking,
+    parse,
+)
 from controller.upstream.steps import FILES_MOST, Said, Sums
 from policy.cost import StepCost
 from policy.events import Scraped, StepsRead
@@ -436,3 +445,10 @@ def test_records_are_read_in_such_a_thread(tmp_path: Path, monkeypatch: pytest.M
     (thread,) = threads
     assert thread.daemon
     assert thread.name == "step-records"
+
+
+def test_what_a_page_lacks_is_named() -> None:
+    body = b"vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.1\n"
+    assert lacking(Page()) == tuple(NEEDED.values())
+    assert NEEDED["kv_used_permille"] in lacking(parse(body))
+    assert NEEDED["running"] not in lacking(parse(body))

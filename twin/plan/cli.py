@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from policy.files import load_policy, policy_names
+from policy.files import policy_names
 from twin.cli import BadInput, completed, plain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from twin.plan.cell import FaultName
-    from twin.plan.inputs import Promise
-    from twin.plan.machines import Machine, Rejected
-    from twin.plan.planning import Setting, Size
+    from twin.plan.planning import Plan
+    from twin.plan.preparing import Ready
     from twin.plan.questions import Answer, Asking
     from twin.plan.runs import Runs
-    from twin.plan.workload import Workload
 
 HELP = """Plan capacity: the fewest replicas that hold your service levels, on which card, and why.
 
@@ -47,9 +46,6 @@ slo.yaml:
   tiers:
     stable: {attainment_percent: 95}
 """
-SHORT_ROWS = 1500
-COARSE_S = 6.0
-"""No further short run is begun after this."""
 
 
 def _list(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -84,6 +80,10 @@ def _sizes(context: click.Context, parameter: click.Parameter, text: str) -> tup
     return tuple(int(number) for number in numbers)
 
 
+html_option = click.option(
+    "--html", "html_path", type=click.Path(path_type=Path), metavar="FILE",
+    help="A report that opens without any network.",
+)  # fmt: skip
 OPTIONS = (
     click.option("--trace", "trace_path", metavar="TRACE", help="A trace file, or shipped:demo."),
     click.option(
@@ -130,6 +130,7 @@ OPTIONS = (
     click.option(
         "--out", type=click.Path(path_type=Path), metavar="FILE", help="All of it as JSON.",
     ),
+    html_option,
     click.option("--quiet", is_flag=True, help="No progress, no coarse answer."),
 )  # fmt: skip
 
@@ -173,6 +174,7 @@ def plan(
         return
     from twin.plan.cell import FAULTS
     from twin.plan.planning import make_plan
+    from twin.plan.preparing import prepared
     from twin.plan.show import report, write_json
 
     unknown = [name for name in faults if name not in FAULTS]
@@ -197,58 +199,13 @@ def plan(
         if given["out"] is not None:
             write_json(found, given["out"])
             click.echo(f"plan: {given['out']}")
+        if given["html_path"] is not None:
+            more = {"Growths": ", ".join(f"{growth:g}x" for growth in growths),
+                    "Faults": ", ".join(faults)}  # fmt: skip
+            title = f"Capacity plan for {ready.setting.load.trace}"
+            _write_page("plan", title, found, given["html_path"], ready.facts(), more)
     if found.best(growths[0]) is None:
         context.exit(1)
-
-
-class Ready:
-    """What the options come to."""
-
-    def __init__(
-        self, setting: Setting, machines: list[Machine], rejected: list[Rejected], folder: Path,
-        short: Workload,
-    ) -> None:  # fmt: skip
-        self.setting = setting
-        self.machines = machines
-        self.rejected = rejected
-        self.folder = folder
-        self.short = short
-
-
-@contextmanager
-def prepared(
-    *, trace_path: str | None, slo_path: Path | None, gpus: tuple[str, ...],
-    tp_sizes: tuple[int, ...], model: str, policy_name: str, prices_path: Path | None, rows: int,
-    draws: int, assume_output: int, seed: int, **others: Any,
-) -> Iterator[Ready]:  # fmt: skip
-    """Trace, service levels, cards and prices, read and checked."""
-    from policy.files import FileError, load_models, nearest
-    from traces import open_trace
-    from twin.plan.inputs import load_prices, load_slo
-    from twin.plan.machines import candidates
-    from twin.plan.planning import Setting
-    from twin.plan.workload import models_of, workload_of
-
-    if trace_path is None:
-        raise BadInput("--trace is missing: a trace file, or shipped:demo")
-    if slo_path is None:
-        raise BadInput("--slo is missing: a file of service levels; see twinkeel plan --help")
-    promise: Promise = load_slo(slo_path)
-    prices = load_prices(prices_path)
-    parameters = load_policy(policy_name)
-    trace = open_trace(trace_path)
-    asked = model or next(iter(models_of(trace)), "")
-    if asked not in load_models():
-        hint = nearest(asked, load_models()) if asked else "the trace names none: give --model"
-        raise FileError(trace_path, f"no model {asked!r} is known", key="--model", hint=hint)
-    with TemporaryDirectory(prefix="twinkeel-plan-") as name:
-        folder = Path(name)
-        more = {"model": asked, "assume_output": assume_output}
-        load = workload_of(trace, folder / "days", rows=rows, **more)  # type: ignore[arg-type]
-        short = workload_of(trace, folder / "short", rows=min(rows, SHORT_ROWS), **more)  # type: ignore[arg-type]
-        machines, rejected = candidates(gpus, asked, tp_sizes, folder / "machines")
-        setting = Setting(load, promise, parameters, prices, draws, seed)
-        yield Ready(setting, machines, rejected, folder, short)
 
 
 def _coarse(ready: Ready, growths: tuple[float, ...]) -> None:
@@ -256,39 +213,16 @@ def _coarse(ready: Ready, growths: tuple[float, ...]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from twin.plan.planning import coarse
+    from twin.plan.preparing import first_look
     from twin.plan.show import sizes_table
 
     if not ready.machines:
         return
-    began_s = time.perf_counter()
-    found = coarse(ready.machines, growths, ready.setting)
+    found, checks = first_look(ready, growths)
     console = Console()
     console.print(sizes_table(found, "First, by formula"))
-    for size in found:
-        late = time.perf_counter() - began_s > COARSE_S
-        if size.growth == growths[0] and size.replicas is not None and not late:
-            console.print(Text(short_check(ready, size)))
-
-
-def short_check(ready: Ready, size: Size) -> str:
-    """One short run at the formula's size, in words."""
-    from dataclasses import replace
-
-    from twin.plan.cell import play
-    from twin.plan.estimates import wilson
-
-    setting = replace(ready.setting, load=ready.short)
-    outcome = play(setting.cell(size.machine, size.count, size.growth))
-    broken = ", ".join(need.text() for need in outcome.broken)
-    said = "hold" if outcome.holds else f"do not hold ({broken})"
-    every = outcome.groups["all", ""]
-    low, high = wilson(every.good, every.offered)
-    return (
-        f"On the busiest {ready.short.rows:,} requests {size.machine.text(size.count)} {said}: "
-        f"{every.attainment:.1%} are good ({low:.1%} to {high:.1%}, extrapolated from one short "
-        "run)."
-    )
+    for text in checks:
+        console.print(Text(text))
 
 
 @contextmanager
@@ -333,24 +267,18 @@ have_option = click.option(
 
 
 def _answer(function: Callable[[Asking], Answer], given: dict[str, Any]) -> None:
-    from twin.plan.questions import Asking
+    from twin.plan.preparing import prepared
 
     have = given.pop("have", 0)
-    if have < 0:
-        raise BadInput(f"--have {have}: a number of replicas, or 0")
     with clear_errors(), prepared(**given) as ready:
-        if not ready.machines:
-            raise BadInput("; ".join(
-                f"{one.name}: gate {one.gate}: {one.why}" for one in ready.rejected
-            ))  # fmt: skip
         with _runs(given["jobs"], given["quiet"]) as (runs, _):
-            asking = Asking(ready.setting, tuple(ready.machines), runs, ready.folder / "machines",
-                            have)  # fmt: skip
-            answer = function(asking)
-    _tell(answer, given["out"])
+            answer = function(ready.asking(runs, have))
+        _tell(answer, given["out"], given["html_path"], ready.facts())
 
 
-def _tell(answer: Answer, out: Path | None) -> None:
+def _tell(
+    answer: Answer, out: Path | None, html: Path | None, facts: dict[str, Any] | None = None
+) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -362,6 +290,23 @@ def _tell(answer: Answer, out: Path | None) -> None:
         click.echo(f"  {figure.name}: {figure.text()}")
     if out is not None:
         write_json(answer, out)
+    if html is not None:
+        from twin.plan.catalogue import question_of
+
+        name = str(click.get_current_context().info_name)
+        _write_page(name, question_of(name).title, answer, html, facts)
+
+
+def _write_page(
+    question: str, title: str, thing: Plan | Answer, path: Path, facts: dict[str, Any] | None,
+    more: dict[str, str] | None = None,
+) -> None:  # fmt: skip
+    from twin.plan.page import Paper, write_page
+    from twin.plan.show import document_of
+
+    command = shlex.join(["twinkeel", *sys.argv[1:]])
+    write_page(Paper(question, title, document_of(thing), facts, command, more or {}), path)
+    click.echo(f"report: {path}")
 
 
 @ask.command("users")
@@ -394,12 +339,15 @@ def ask_capacity(p99: float, **given: Any) -> None:
               type=click.IntRange(1), metavar="TOKENS",
               help="Of the longest request, prompt and answer together.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The same as JSON.")
-def ask_fit(name: str, context_tokens: int, out: Path | None) -> None:
+@html_option
+def ask_fit(
+    name: str, context_tokens: int, out: Path | None, html_path: Path | None
+) -> None:  # fmt: skip
     """Do the model and that context fit on the card?"""
     from twin.plan.questions import does_it_fit
 
     with clear_errors():
-        _tell(does_it_fit(name, context_tokens), out)
+        _tell(does_it_fit(name, context_tokens), out, html_path)
 
 
 @ask.command("tp")

@@ -7,10 +7,11 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from twin.plan.estimates import Estimate
 from twin.plan.words import duration, sentences
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from rich.console import RenderableType
@@ -119,26 +120,38 @@ def report(plan: Plan) -> RenderableType:
 def write_json(thing: Plan | Answer, path: Path) -> None:
     """All figures with kind and interval; what has no end becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain = _plain(thing)
+    path.write_text(json.dumps(document_of(thing), indent=1) + "\n", encoding="utf-8")
+
+
+def document_of(thing: Plan | Answer) -> dict[str, Any]:
+    """What ``write_json`` writes, as plain values."""
+    plain: dict[str, Any] = plain_of(thing)
     if "sizes" in plain:
         plain["sentences"] = sentences(thing)  # type: ignore[arg-type]
-    path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    return plain
 
 
-def _plain(value: Any) -> Any:
+def estimate_of(raw: Mapping[str, Any]) -> Estimate:
+    """A figure of such a document: null is what has no end."""
+    ends = {name: math.inf if raw[name] is None else raw[name] for name in ("value", "low", "high")}
+    return Estimate(raw["name"], **ends, unit=raw["unit"], kind=raw["kind"], runs=raw["runs"])
+
+
+def plain_of(value: Any) -> Any:
+    """A part of it as plain values; what has no end, or is no number, is None."""
     from twin.plan.machines import Machine
 
     if isinstance(value, Machine):
         return value.name
     if is_dataclass(value):
         return {
-            field.name: _plain(getattr(value, field.name))
+            field.name: plain_of(getattr(value, field.name))
             for field in fields(value) if field.name not in LEFT_OUT
         }  # fmt: skip
     if isinstance(value, dict):
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {str(name): plain_of(part) for name, part in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
+        return [plain_of(part) for part in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str | int) or value is None:

@@ -56,6 +56,9 @@ HOP_NAMES = {
 }
 CDF_METRICS = {"ttft_s": "time to first token", "tpot_s": "time per output token",
                "e2e_s": "end to end"}  # fmt: skip
+TIER_METRICS = {"ttft_s": "time to first token", "queue_s": "wait in the policy's queue"}
+LEAST_SHOWN_S = 1e-3
+"""On a log axis there is no 0."""
 
 
 def policy_colour(place: int) -> str:
@@ -202,6 +205,7 @@ def hop_bars(replays: Sequence[Replay], labels: Sequence[str]) -> Chart:
         "x": [total * scale for total in totals],
         "text": [f" {duration(total)}" for total in totals], "textposition": "middle right",
         "hoverinfo": "skip", "textfont": {"size": 11}, "cliponaxis": False,
+        "showlegend": False,
     })  # fmt: skip
     chart["layout"]["xaxis"] = {
         "title": {"text": f"mean time per answered request, {unit}"},
@@ -220,6 +224,7 @@ def hop_shares(replays: Sequence[Replay], labels: Sequence[str]) -> Chart:
         "type": "scatter", "mode": "text", "y": _places(rows), "x": [1.0] * len(rows),
         "text": [f" {duration(total)}" for total in totals], "textposition": "middle right",
         "hoverinfo": "skip", "textfont": {"size": 11}, "cliponaxis": False,
+        "showlegend": False,
     })  # fmt: skip
     chart["layout"]["xaxis"] = {
         "title": {"text": "share of the mean time without decode; at the end that time"},
@@ -408,8 +413,13 @@ def reason_bars(replays: Sequence[Replay], labels: Sequence[str]) -> Chart | Non
     }
 
 
-def tier_ranges(replays: Sequence[Replay], labels: Sequence[str]) -> Chart | None:
-    """TTFT by tier and policy: a line from p50 to p99, a dot at p95. None without any."""
+def tier_ranges(
+    replays: Sequence[Replay], labels: Sequence[str], metric: str = "ttft_s"
+) -> Chart | None:
+    """A duration by tier and policy: a line from p50 to p99, a dot at p95. None without any.
+
+    What is shorter than ``LEAST_SHOWN_S``, such as no wait at all, is drawn there.
+    """
     names = [name for name in names_in(replays, "tier") if name]
     alone = sum(any(names_in([run], "tier")) for run in replays) == 1
     traces: list[Chart] = []
@@ -417,28 +427,30 @@ def tier_ranges(replays: Sequence[Replay], labels: Sequence[str]) -> Chart | Non
     for name in names:
         for label, replay in zip(labels, replays, strict=True):
             group = group_of(replay, "tier", name)
-            rows = duration_rows([group]).get("ttft_s") if group else None
+            rows = duration_rows([group]).get(metric) if group else None
             if rows is None:
                 continue
-            p50, p95, p99 = (rows[part].values[0] for part in ("p50", "p95", "p99"))
-            lows.append(p50)
-            highs.append(p99)
+            known = [rows[part].values[0] for part in ("p50", "p95", "p99")]
+            drawn = [max(seconds, LEAST_SHOWN_S) for seconds in known]
+            lows.append(drawn[0])
+            highs.append(drawn[-1])
             place = [name] * 3 if alone else [[name] * 3, [label] * 3]
             traces.append({
-                "type": "scatter", "mode": "lines+markers", "x": [p50, p95, p99], "y": place,
+                "type": "scatter", "mode": "lines+markers", "x": drawn, "y": place,
                 "line": {"color": tier_colour(name), "width": 5},
                 "marker": {"size": [7, 13, 7], "color": tier_colour(name)},
-                "text": [f"p50 {duration(p50)}", f"p95 {duration(p95)}", f"p99 {duration(p99)}"],
+                "text": [f"{part} {duration(seconds)}"
+                         for part, seconds in zip(("p50", "p95", "p99"), known, strict=True)],
                 "hovertemplate": f"{name}, {label}: %{{text}}<extra></extra>",
             })  # fmt: skip
     if not lows:
         return None
-    low, high = max(min(lows), 1e-6) / 1.6, max(highs) * 1.6
+    low, high = min(lows) / 1.6, max(highs) * 1.6
     values, texts = log_ticks(low, high)
     layout: Chart = {
         "showlegend": False, "margin": {"l": 125},
         "xaxis": {"type": "log", "range": [math.log10(low), math.log10(high)], "tickvals": values,
-                  "ticktext": texts, "title": {"text": "time to first token (log)"}},
+                  "ticktext": texts, "title": {"text": f"{TIER_METRICS[metric]} (log)"}},
         "yaxis": {"autorange": "reversed", "ticks": "", "showgrid": False},
     }  # fmt: skip
     return {"traces": traces, "layout": layout, "height": 90 + 28 * len(traces)}

@@ -39,8 +39,6 @@ several machines work on one study. The folder --out gets best.yaml and
 best.diff, front.csv, front.json and front/ (the Pareto front and its policies), trials.csv,
 importance.json and result.json (the verdict).
 """
-SPLIT = 0.7
-"""Of a trace's time, that is tuned on where no held-out trace is given."""
 
 
 @click.command("tune", help=HELP, context_settings={"show_default": True})
@@ -160,6 +158,7 @@ def plan_of(space_path: Path, folder: Path, given: dict[str, Any]) -> tuple[Plan
         BadInput: options that do not go together.
         TuneError, FileError, FleetError, TraceError: what they name is wrong.
     """
+    from twin.tune.asking import policy_text, study_in
     from twin.tune.objectives import goals_of
     from twin.tune.space import load_space
     from twin.tune.study import Settings
@@ -178,38 +177,26 @@ def plan_of(space_path: Path, folder: Path, given: dict[str, Any]) -> tuple[Plan
         given["objectives"] or space.objectives, (*space.constraints, *given["constraints"]),
         trace=work.is_trace,
     )  # fmt: skip
-    storage = given["storage"]
-    if not storage:
-        folder.mkdir(parents=True, exist_ok=True)
-        storage = f"sqlite:///{folder / 'study.db'}"
+    storage = given["storage"] or study_in(folder)
     plan = Plan(
         space, goals, work, held_out, Settings(given["trials"], given["seed"], given["prune"]),
         storage, given["study"], given["seeds"], given["held_seeds"], given["engine"],
         given["jobs"] or os.cpu_count() or 1,
     )  # fmt: skip
-    return plan, _text(parent, label), label
+    return plan, policy_text(parent, label), label
 
 
 def _trace_work(given: dict[str, Any]) -> tuple[Work, tuple[Work, ...]]:
-    from traces.store import resolve_path
     from twin.fleet import fleet_of
     from twin.replay import ReplayOptions
-    from twin.tune.work import TraceWork
+    from twin.tune.asking import trace_works
 
     if given["run"]:
         raise BadInput("--run is of a scenario: give --scenario")
     names = ("seed", "speed", "scale", "scale_lengths", "assume_output", "slo")
     options = ReplayOptions(**{name: given[name] for name in names})
     fleet = fleet_of(paired_profiles(given["profiles"], given["replicas"]))
-    path = str(resolve_path(given["trace_path"]))
-    others = [str(resolve_path(name)) for name in given["held_out"]]
-    if path in others:
-        raise BadInput(f"--held-out {path}: that is the trace that is tuned on")
-    if others:
-        held_out = tuple(TraceWork(name, fleet, options) for name in others)
-        return TraceWork(path, fleet, options), held_out
-    rest = TraceWork(path, fleet, options, begin=SPLIT)
-    return TraceWork(path, fleet, options, end=SPLIT), (rest,)
+    return trace_works(given["trace_path"], given["held_out"], fleet, options)
 
 
 def _scenario_work(given: dict[str, Any]) -> tuple[Work, tuple[Work, ...], Parameters, str]:
@@ -238,20 +225,6 @@ def _scenario_work(given: dict[str, Any]) -> tuple[Work, tuple[Work, ...], Param
     seeds = tuple(scenario.head.seeds)
     work = ScenarioWork(scenario.head.name, run, setup, scenario.folder.resolve(), seeds)
     return work, (work,), parent, label
-
-
-def _text(parent: Parameters, label: str) -> str:
-    """The parent as a file, as its author wrote it where there is one."""
-    from importlib.resources import files
-
-    from policy.parameters import render
-
-    if label.endswith((".yaml", ".yml")):
-        return Path(label).read_text(encoding="utf-8")
-    if label in policy_names():
-        shipped = files("policy") / "presets" / f"{label}.yaml"
-        return shipped.read_text(encoding="utf-8")
-    return render(parent, comments=True)
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -205,12 +205,14 @@ def parse_figure(text: str, *, trace: bool) -> Figure:
         if direction not in ("max", "min") or trace:
             raise TuneError(
                 f"objective {text!r}: write max:PATH or min:PATH, with --scenario; of a trace: "
-                f"{', '.join(_names(trace))}"
+                f"{', '.join(figure_names(trace=trace))}"
             )
         return Figure(text, "", path=path, better=1 if direction == "max" else -1)
     kind, _, group = ALIASES.get(text, text).partition(".")
     if kind not in KINDS or (group and kind in NOT_GROUPED):
-        raise TuneError(f"no figure is called {text!r} ({nearest(text, _names(trace))})")
+        raise TuneError(
+            f"no figure is called {text!r} ({nearest(text, figure_names(trace=trace))})"
+        )
     if trace and KINDS[kind].rows is None:
         why = {
             "gpu_hours": "a trace is played on a fleet that never changes",
@@ -294,7 +296,8 @@ def goals_of(objectives: Sequence[str], constraints: Sequence[str], *, trace: bo
     return Goals(figures, bounds)
 
 
-def _names(trace: bool) -> list[str]:
+def figure_names(*, trace: bool) -> list[str]:
+    """Of all figures that can be asked for, without groups."""
     known = [name for name, kind in KINDS.items() if not trace or kind.rows is not None]
     return sorted({*known, *(name for name, of in ALIASES.items() if of.split(".")[0] in known)})
 

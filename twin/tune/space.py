@@ -154,27 +154,45 @@ def parse_space(raw: Mapping[str, Any], where: str, parent: Parameters) -> Space
 
 def tunable(parent: Parameters) -> Iterator[tuple[str, types.Type, Any]]:
     """(key, type, value) of everything in the policy that can be tuned."""
-    yield from _leaves("", types.type_info(Parameters), _plain(parent))
+    for key, kind, value, _ in described(parent):
+        yield key, kind, value
 
 
-def _leaves(prefix: str, kind: types.Type, value: Any) -> Iterator[tuple[str, types.Type, Any]]:
+def described(parent: Parameters) -> Iterator[tuple[str, types.Type, Any, str]]:
+    """The same, with what the policy's schema says about it."""
+    yield from _leaves("", types.type_info(Parameters), _plain(parent), "")
+
+
+def _leaves(
+    prefix: str, kind: types.Type, value: Any, about: str
+) -> Iterator[tuple[str, types.Type, Any, str]]:
+    about = _about(kind) or about
     kind = _bare(kind)
     if isinstance(kind, types.StructType):
         for field in kind.fields:
             if prefix or field.encode_name not in NO_TUNING:
                 key = f"{prefix}{field.encode_name}"
-                yield from _leaves(f"{key}.", field.type, value[field.encode_name])
+                yield from _leaves(f"{key}.", field.type, value[field.encode_name], "")
         return
     if isinstance(kind, types.DictType) and value:
         for name, item in value.items():
-            yield from _leaves(f"{prefix}{name}.", kind.value_type, item)
+            yield from _leaves(f"{prefix}{name}.", kind.value_type, item, about)
         return
     if isinstance(kind, _NUMBERED) and value and isinstance(value[0], dict):
         for number, item in enumerate(value):
             name = item.get("name", number)
-            yield from _leaves(f"{prefix}{name}.", kind.item_type, item)
+            yield from _leaves(f"{prefix}{name}.", kind.item_type, item, about)
         return
-    yield prefix.removesuffix("."), kind, value
+    yield prefix.removesuffix("."), kind, value, about
+
+
+def _about(kind: types.Type) -> str:
+    """What ``Meta(description=...)`` says, the innermost layer last."""
+    texts: list[str] = []
+    while isinstance(kind, types.Metadata):
+        texts.append((kind.extra_json_schema or {}).get("description", ""))
+        kind = kind.type
+    return " ".join(text for text in reversed(texts) if text)
 
 
 def _bare(kind: types.Type) -> types.Type:
