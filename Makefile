@@ -9,7 +9,7 @@ ifneq ($(wildcard ../shared/traces),)
 export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
-.PHONY: demo live-demo test test-live test-ui check oracle bench-twin bench-gateway dst scenarios \
+.PHONY: demo live-demo ui test test-live test-ui check oracle bench-twin bench-gateway dst scenarios \
   scenarios-long scorecard soak soak-long fidelity forecast-bench loop-demo gpu-steps format clean
 
 demo: .venv/demo
@@ -20,6 +20,10 @@ demo: .venv/demo
 # Two replicas served by the twin, or with VLLM=1 by real vLLM on this CPU, and the controller.
 live-demo: $(if $(VLLM),.venv/dev,.venv/live)
 	$(BIN)/python -m $(if $(VLLM),tests.live.demo,controller.demo)
+
+# The app in a browser; UI='--admin URL' and so on for its options.
+ui: .venv/ui
+	$(BIN)/twinkeel ui $(UI)
 
 test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not live and not ui" -n 2 --cov=policy --cov-report=term-missing:skip-covered
@@ -75,7 +79,7 @@ forecast-bench: .venv/fidelity
 	$(BIN)/python -m tests.bench.forecast
 
 # Record, recalibrate, tune, validate, deploy, compare, on live traffic; then the figures of each link,
-# which take more than an hour. `LINKS=demo` is the loop alone: about eight minutes.
+# which take more than an hour. `LINKS=demo` is the loop alone: about a quarter of an hour.
 loop-demo: .venv/dev
 	$(BIN)/python -m tests.bench.loop $(LINKS)
 
@@ -101,6 +105,10 @@ clean:
 	$(BIN)/pip install -q -c constraints.txt -e '.[live]'
 	touch $@ .venv/demo
 
+.venv/ui: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q -c constraints.txt -e '.[ui]'
+	touch $@ .venv/demo
+
 .venv/fidelity: .venv/dev
 	$(BIN)/pip install -q -c constraints.txt -e '.[fidelity]'
 	touch $@
@@ -111,4 +119,4 @@ clean:
 
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	touch $@ .venv/demo .venv/live
+	touch $@ .venv/demo .venv/live .venv/ui

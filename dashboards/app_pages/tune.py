@@ -10,7 +10,7 @@ import yaml
 from dashboards import state
 from dashboards.parts.job_panel import job_panel
 from dashboards.parts.tune import result as tune_result
-from dashboards.parts.tune.form import open_job, tune_form, usual_parent
+from dashboards.parts.tune.form import open_job, tune_form
 from dashboards.parts.tune.validate import validate_panel
 from dashboards.shelf import label
 from dashboards.state import t
@@ -69,9 +69,9 @@ def validating() -> None:
     st.caption(t("tune.validate_about"))
     names = list(dict.fromkeys([*state.scenario().policies, *state.shelf().policies()]))
     kept = st.session_state.get("tune_candidate_kept")
-    start = kept if kept in names else usual_parent(state.scenario())
-    chosen = st.selectbox(
-        t("tune.candidate"), names, index=names.index(start), key="tune_candidate",
+        chosen = st.selectbox(
+        t("tune.candidate"), names, index=names.index(kept) if kept in names else 0,
+        key="tune_candidate",
         format_func=label, help=t("tune.candidate_help"),
     )  # fmt: skip
     st.session_state.tune_candidate_kept = chosen

@@ -46,17 +46,6 @@ def basis_of(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def usual_parent(scenario: Scenario) -> str:
-    """The first of the scenario's policies that has something to tune."""
-    for name in scenario.policies:
-        try:
-            if load_policy(state.shelf().path_of(name)).discipline == "tiered":
-                return name
-        except (FileError, TraceError):
-            continue
-    return "stable"
-
-
 def form() -> dict[str, Any]:
     """The session's. At first what was last asked of this scenario, so that a reload loses nothing;
     else the usual."""
@@ -122,7 +111,7 @@ def tune_form(
 
 def _usual() -> dict[str, Any]:
     return {
-        "parent": usual_parent(state.scenario()), "group": "queue", "keys": list(GROUPS["queue"]),
+        "parent": state.scenario().policies[0], "group": "queue", "keys": list(GROUPS["queue"]),
         "ranges": {}, "others": {}, "objectives": list(OBJECTIVES), "constraints": [],
         "trials": 40, "seeds": 3, "held_seeds": 3, "jobs": 0, "held_out": [],
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The loop, closed in one command, and the figures of each of its links: ``make loop-demo``.
 
     python -m tests.bench.loop                # everything: more than an hour on two cores
-    python -m tests.bench.loop demo           # the loop itself: about eight minutes
+    python -m tests.bench.loop demo           # the loop itself: about a quarter of an hour
     python -m tests.bench.loop canary deploy  # these links' figures anew; the others' are kept
 
 Each link leaves its figures in ``build/loop/LINK.json``; together they are
