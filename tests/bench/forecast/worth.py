@@ -10,13 +10,11 @@ played, and are told a window's count when it is over.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,9 +31,8 @@ from tests.bench.forecast.worth_scenes import (
 )
 from tests.bench.ramp_forecasts import POINTS
 from tests.figures import Figure, write_figures
+from twin.forecast_worth import COLD_START_S, HPA, LOOP, PERFECT, Point, front, hours_at, play
 from twin.forecasts import dated, write_forecasts
-from twin.scenario.files import parse_scenario
-from twin.scenario.run import Recordings, run_setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,9 +43,6 @@ if TYPE_CHECKING:
 DAY = 5
 """Wednesday. Settings were chosen on the Tuesday, and on another draw of the mornings' requests."""
 SEED = 1
-COLD_START_S = 150
-WARM_UP_S = 1800
-"""The fleet starts with one replica; what it misses until it has grown is not counted."""
 MARGIN = {"margin_ms": 60_000}
 """A forecast comes every window: more than a minute's margin only costs."""
 STEADY = {"trend_least_permille": 500, "busy_permille": 1000}
@@ -71,6 +65,7 @@ class Rule(NamedTuple):
     forecaster: str = ""
 
 
+OURS = "LSTM forecaster"
 LOOP_KNOB, FLOOR_KNOB = "work_permille", "floor_work_permille"
 
 
@@ -80,35 +75,19 @@ def _forecast(title: str, week: tuple[int, ...], ramp: tuple[int, ...]) -> Rule:
 
 
 RULES = (
-    Rule("HPA", {"rule": "hpa"}, ("hpa_target_permille",), (700, 850, 1000), (300, 400, 500, 700)),
-    Rule(
-        "5 s loop", {"rule": "reactive"}, (LOOP_KNOB,), (700, 850, 1000), (500, 600, 750, 900, 1000)
-    ),
+    Rule(HPA, {"rule": "hpa"}, ("hpa_target_permille",), (700, 850, 1000), (300, 400, 500, 700)),
+    Rule(LOOP, {"rule": "reactive"}, (LOOP_KNOB,), (700, 850, 1000), (500, 600, 750, 900, 1000)),
     _forecast("last value", (850, 1000), (750, 900, 1000)),
     _forecast("Kalman", (850, 1000), (750, 900, 1000)),
     _forecast("ARIMA(2,1,2)", (850, 1000), (750, 900, 1000)),
     _forecast("day shapes", (850, 1000), (750, 900, 1000)),
-    _forecast("LSTM forecaster", (700, 850, 1000), (600, 750, 900, 1000)),
-    _forecast("perfect", (700, 850, 1000), (600, 750, 900, 1000)),
+    _forecast(OURS, (700, 850, 1000), (600, 750, 900, 1000)),
+    _forecast(PERFECT, (700, 850, 1000), (600, 750, 900, 1000)),
 )
-HPA, LOOP, OURS, PERFECT = "HPA", "5 s loop", "LSTM forecaster", "perfect"
 LEVELS = {"week": 0.001, "ramp": 0.001}
 """Share of violations at which rules are compared."""
 SHARES = (0.0005, 0.001, 0.002, 0.005)
 """Others that are told besides."""
-
-
-class Point(NamedTuple):
-    """A rule with a setting: what it cost, and what it missed."""
-
-    setting: int
-    gpu_hours: float
-    missed: int
-    offered: int
-
-    @property
-    def share(self) -> float:
-        return self.missed / self.offered
 
 
 @dataclass(frozen=True)
@@ -137,27 +116,9 @@ def forecasters() -> dict[str, Callable[[], Forecaster]]:
     }
 
 
-def play(job: Job) -> tuple[float, int, int]:
+def played_once(job: Job) -> tuple[float, int, int]:
     """(GPU-hours, violations, requests)."""
-    raw: dict[str, Any] = {
-        "schema": 1, "name": "worth", "about": "see the module", "seeds": [SEED],
-        "duration_s": job.lasts_s, "traffic": {"open": [{"trace": job.trace}]},
-        "fleet": [{
-            "profile": "rtx-4090/llama-3.1-8b", "count": 1, "standbys": 24,
-            "cold_start_s": COLD_START_S,
-        }],
-        "policy": {"preset": "stable", "set": {"capacity": job.capacity}},
-        "measure": {"tpot_s": 1000.0, "warm_up_s": WARM_UP_S},
-    }  # fmt: skip
-    if job.forecasts:
-        raw["events"] = [{"kind": "forecasts", "file": job.forecasts}]
-    folder = Path(job.trace).parent
-    setup = parse_scenario(raw, "worth", folder).runs["base"]
-    with TemporaryDirectory(prefix="twinkeel-") as scratch:
-        recordings = Recordings(Path(scratch))
-        result = run_setup(setup, SEED, run="base", folder=folder, recordings=recordings)
-    served = result.figures["all"]
-    return result.figures["fleet"]["gpu_hours"], served["slo_missed"], served["offered"]
+    return play(Path(job.trace), job.lasts_s, job.capacity, job.forecasts, SEED)
 
 
 def record(
@@ -197,33 +158,6 @@ def jobs_of(
     }  # fmt: skip
 
 
-def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other one beats in both, by rising GPU-hours."""
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda each: (each.gpu_hours, each.missed)):
-        if not kept or point.missed < kept[-1].missed:
-            kept.append(point)
-    return kept
-
-
-def hours_at(points: Sequence[Point], share: float) -> float | None:
-    """GPU-hours at this share of violations, between the two points of the front beside it:
-    straight in the share's logarithm (half a request is added, so that none has one too). None:
-    every point misses more. Where none misses so many, it is the cheapest point's, which is more
-    than it would be."""
-    kept = front(points)
-    if kept and kept[0].share <= share:
-        return kept[0].gpu_hours
-    for cheap, dear in pairwise(kept):
-        if dear.share <= share <= cheap.share:
-            top, wanted, low = (
-                math.log(each + 0.5 / cheap.offered) for each in (cheap.share, share, dear.share)
-            )
-            part = (top - wanted) / (top - low)
-            return cheap.gpu_hours + part * (dear.gpu_hours - cheap.gpu_hours)
-    return None
-
-
 def saved_pct(of: float | None, against: float | None) -> float | None:
     """By how many per cent ``of`` is lower."""
     return None if of is None or against is None else 100 * (1 - of / against)
@@ -244,7 +178,7 @@ def played(jobs: dict[tuple[str, int, str], Job], told: Callable[[str], None]) -
     longest_first = sorted(jobs, key=lambda key: (-jobs[key].lasts_s, key))
     sums: dict[tuple[str, int], Point] = {}
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        results = pool.map(play, [jobs[key] for key in longest_first])
+        results = pool.map(played_once, [jobs[key] for key in longest_first])
         for (title, setting, scene), (gpu_hours, missed, offered) in zip(
             longest_first, results, strict=True
         ):

@@ -59,9 +59,9 @@ def _show(before: Seen, after: Seen, trail: Sequence[Step]) -> None:
     console.print(table)
 
 
-def canary() -> list[Figure]:
+def canary(count: int = canaries.RUNS) -> list[Figure]:
     """How often a canary of the same policy is rolled back, and how many a worse one hurts."""
-    runs = {kind: canaries.play_kind(kind, canaries.RUNS) for kind in canaries.KINDS}
+    runs = {kind: canaries.play_kind(kind, count) for kind in canaries.KINDS}
     canaries.show_runs(runs)
     return canaries.figures_of(runs)
 
@@ -79,13 +79,18 @@ def main(words: Sequence[str]) -> int:
     """The exit code: 1 if a figure is absent."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.loop", description=__doc__)
     parser.add_argument("links", nargs="*", metavar="LINK", help=", ".join(LINKS))
-    chosen = parser.parse_args(words).links or list(LINKS)
+    parser.add_argument(
+        "--runs", type=int, default=canaries.RUNS, metavar="N", help="of each kind of canary"
+    )
+    given = parser.parse_args(words)
+    chosen = given.links or list(LINKS)
     for name in chosen:
         if name not in LINKS:
             parser.error(f"there is no link {name!r}: use {', '.join(LINKS)}")
     for name in chosen:
         print(f"== {name}", file=sys.stderr, flush=True)
-        write_figures(FOLDER / f"{name}.json", LINKS[name]())
+        figures = canary(given.runs) if name == "canary" else LINKS[name]()
+        write_figures(FOLDER / f"{name}.json", figures)
     figures = [figure for name in LINKS for figure in read_figures(FOLDER / f"{name}.json")]
     show(figures)
     write_figures(FIGURES, figures)
