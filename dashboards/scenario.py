@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from policy.cost import Profile
     from twin.faults import Fault
 
 KINDS_MOST = 4
@@ -149,13 +151,38 @@ def check(scenario: Scenario, path_of: Callable[[str], Path | str]) -> None:
     try:
         resolve_path(path_of(scenario.trace))
         for kind in scenario.fleet:
-            load_profile(kind.profile)
+            profile_of(kind.profile)
         for policy in scenario.policies:
             load_policy(path_of(policy))
         scenario.parsed_faults()
         Slo.parse(scenario.slo)
     except (TraceError, FileError, FaultError, ValueError) as error:
         raise ScenarioError(str(error)) from error
+
+
+def by_name(profile: str) -> str:
+    """The profile, or the card: what is kept is found by its name, and a file could be another one
+    by then.
+
+    Raises:
+        ScenarioError: it is a file.
+    """
+    if profile.endswith((".yaml", ".yml")):
+        raise ScenarioError(
+            f"{profile} is a file, and profiles go by their names here, as in h100-sxm/qwen3-8b:"
+            " twinkeel replay --profile takes a file"
+        )
+    return profile
+
+
+@lru_cache(256)
+def profile_of(name: str) -> Profile:
+    """The profile of that name, read once: pages ask at every click.
+
+    Raises:
+        ScenarioError, FileError: there is none, or it is a file.
+    """
+    return load_profile(by_name(name))
 
 
 def command(scenario: Scenario, path_of: Callable[[str], Path | str]) -> str:

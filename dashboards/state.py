@@ -69,6 +69,11 @@ def set_scenario(new: Scenario) -> None:
     st.session_state.pop(_WRONG, None)
 
 
+def write_url() -> None:
+    """Of what is looked at now, where a scenario was set after the URL was read."""
+    _write(st.session_state.get(_URL))
+
+
 def sync_url() -> bool:
     """Read the scenario from the URL where someone changed it there, else write it into the URL.
 

@@ -140,7 +140,7 @@ def worth(load: Told, seed: int, told: Callable[[float, str], None]) -> dict[str
             for setting in settings:
                 capacity = {**fixed, **dict.fromkeys(knobs, setting)}
                 lasts_s = (stretch.end - stretch.begin) * load.window_s
-                point = _play(trace, lasts_s, capacity, files.get(name, ""), seed)
+                point = play(trace, lasts_s, capacity, files.get(name, ""), seed)
                 curves[name].append(Point(setting, *point))
                 done += 1
                 told(done / of, "playing the stretch under each rule")
@@ -165,14 +165,21 @@ def never_so_many(curves: dict[str, list[Point]], share: float) -> list[str]:
     ]  # fmt: skip
 
 
-def hours_at(points: Sequence[Point], share: float) -> float | None:
-    """GPU-hours at this share of violations, straight in its logarithm between the two points
-    beside it; of a rule that never misses so many, its cheapest point's. None: it always misses
-    more."""
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other one beats in both, by rising GPU-hours."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda each: (each.gpu_hours, each.missed)):
         if not kept or point.missed < kept[-1].missed:
             kept.append(point)
+    return kept
+
+
+def hours_at(points: Sequence[Point], share: float) -> float | None:
+    """GPU-hours at this share of violations, between the two points of the front beside it:
+    straight in the share's logarithm (half a request is added, so that none has one too). None:
+    every point misses more. Where none misses so many, it is the cheapest point's, which is more
+    than it would be."""
+    kept = front(points)
     if kept and kept[0].share <= share:
         return kept[0].gpu_hours
     for cheap, dear in pairwise(kept):
@@ -185,10 +192,15 @@ def hours_at(points: Sequence[Point], share: float) -> float | None:
     return None
 
 
-def _play(
+def play(
     trace: Path, lasts_s: float, capacity: dict[str, Any], forecasts: str, seed: int
 ) -> tuple[float, int, int]:
-    """(GPU-hours, violations, requests)."""
+    """(GPU-hours, violations, requests) of ``trace`` under one rule.
+
+    Args:
+        capacity: what the policy's section of that name says.
+        forecasts: a file of them; empty: none are told.
+    """
     raw: dict[str, Any] = {
         "schema": 1, "name": "worth", "about": "see the module", "seeds": [seed],
         "duration_s": lasts_s, "traffic": {"open": [{"trace": str(trace)}]},

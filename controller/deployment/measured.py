@@ -1,7 +1,8 @@
 """What a deployment has shown so far, in the figures that its evidence has predicted.
 
 For people: what is judged is ``policy.deployment``'s. Both policies' figures are over the last of
-the plan's windows, and of the present stage only.
+the plan's windows, or what of it ``RESULTS_MOST`` requests cover, which is less of the busier
+policy's; and of the present stage only.
 """
 
 from __future__ import annotations

@@ -69,10 +69,9 @@ def validating() -> None:
     st.caption(t("tune.validate_about"))
     names = list(dict.fromkeys([*state.scenario().policies, *state.shelf().policies()]))
     kept = st.session_state.get("tune_candidate_kept")
-        chosen = st.selectbox(
+    chosen = st.selectbox(
         t("tune.candidate"), names, index=names.index(kept) if kept in names else 0,
-        key="tune_candidate",
-        format_func=label, help=t("tune.candidate_help"),
+        key="tune_candidate", format_func=label, help=t("tune.candidate_help"),
     )  # fmt: skip
     st.session_state.tune_candidate_kept = chosen
     others = [name for name in state.scenario().policies if name != chosen]

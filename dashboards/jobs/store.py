@@ -39,8 +39,8 @@ GRACE_S = 0.3
 BUSY_S = 10.0
 WORK = "dashboards.work"
 """The package of the kinds."""
-KEPT_MOST = 200
-"""Jobs that have ended; the oldest are forgotten with their folders."""
+KEPT_MOST = 50
+"""Of each kind, jobs that have ended; the oldest are forgotten with their folders."""
 
 
 class JobsError(ValueError):
@@ -88,9 +88,13 @@ class Jobs:
             _be_wal(database)
             database.execute(SCHEMA)
 
-    def start(self, kind: str, request: dict[str, Any]) -> Job:
+    def start(self, kind: str, request: dict[str, Any], *, again: bool = False) -> Job:
         """The job that does this: the one that has done it, or does it now, or a new one. One that
-        was cancelled, failed or died goes on, where its work can go on."""
+        was cancelled, failed or died goes on, where its work can go on.
+
+        Args:
+            again: one that is done is done once more.
+        """
         number = job_id(kind, request)
         with self._writing() as database:
             known = self._row(database, number)
@@ -100,7 +104,7 @@ class Jobs:
                     "insert into jobs (id, kind, request, state, asked_s) values (?, ?, ?, ?, ?)",
                     (number, kind, text, "waiting", time.time()),
                 )
-            elif not known.open and known.state != "done":
+            elif not known.open and (again or known.state != "done"):
                 database.execute(
                     "update jobs set state = 'waiting', share = null, said = '', error = '',"
                     " pid = 0, born = '', asked_s = ?, began_s = 0, ended_s = 0 where id = ?",
@@ -186,12 +190,12 @@ class Jobs:
                 "select state, pid, born from jobs where state in ('waiting', 'running')"
             ).fetchall()
             ended = database.execute(
-                "select count(*) from jobs where state not in ('waiting', 'running')"
-            ).fetchone()[0]
+                "select count(*) from jobs where state not in ('waiting', 'running') group by kind"
+            ).fetchall()
         running = [row for row in rows if row["state"] == "running"]
         room = len(running) < self._most and len(rows) > len(running)
         alive = all(_alive(row["pid"], row["born"]) for row in running)
-        return room or not alive or ended > KEPT_MOST
+        return room or not alive or any(row[0] > KEPT_MOST for row in ended)
 
     # For the job's own process
 
@@ -280,8 +284,8 @@ class Jobs:
 
     def _forget(self, database: sqlite3.Connection) -> None:
         old = database.execute(
-            "select id from jobs where state not in ('waiting', 'running')"
-            " order by ended_s desc limit -1 offset ?",
+            "select id from (select id, row_number() over (partition by kind order by ended_s desc)"
+            " as place from jobs where state not in ('waiting', 'running')) where place > ?",
             (KEPT_MOST,),
         ).fetchall()
         for row in old:

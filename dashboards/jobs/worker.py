@@ -25,7 +25,7 @@ def main(store: Path, number: str, most: int, package: str) -> int:
         most: jobs at the same time, of which this process begins the next when it is done.
         package: where the module of the kind is.
     """
-    os.nice(NICE)
+    os.nice(max(0, NICE - os.nice(0)))  # one that a worker began has it already
     jobs = Jobs(store, most, package)
     last_s = 0.0
 

@@ -13,10 +13,10 @@ def language_switch() -> None:
     """English or Chinese."""
 
     def chosen() -> None:
-        if st.session_state.lang_switch is not None:
-            state.set_language(st.session_state.lang_switch)
+        state.set_language(st.session_state.lang_switch)
 
     st.segmented_control(
         "Language · 语言", list(NAMES), default=state.language(), key="lang_switch",
         format_func=NAMES.__getitem__, label_visibility="collapsed", on_change=chosen,
+        required=True,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import streamlit as st
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from dashboards.jobs import Job
 
 POLL_S = 0.5
+ASKED_S = 10.0
+"""A click is for the panel that is drawn next, not for one that is drawn much later."""
 
 
 def job_panel(
@@ -34,20 +37,38 @@ def job_panel(
         button: the key of the button; empty: of the panel's own.
     """
     key = key or kind
+    asked = _asked(key) and not disabled
     job = state.jobs().find(kind, request)
     if job is None or not (job.open or job.state == "done"):
-        if job is not None:
-            _ended_badly(job)
-        text = label or t("jobs.run")
-        if job is not None and job.state in ("cancelled", "died"):
-            text = t("jobs.resume")
-        if not st.button(text, type="primary", key=button or f"job_{key}", disabled=disabled):
+        if asked:
+            job = state.jobs().start(kind, request)
+        else:
+            if job is not None:
+                _ended_badly(job)
+            text = label or t("jobs.run")
+            if job is not None and job.state in ("cancelled", "died"):
+                text = t("jobs.resume")
+            st.button(
+                text, type="primary", key=button or f"job_{key}", disabled=disabled,
+                on_click=_ask, args=(key,),
+            )  # fmt: skip
             return None
-        job = state.jobs().start(kind, request)
     if job.open:
         _progress(job.id, key, partial)
         return None
     return job
+
+
+def _ask(key: str) -> None:
+    """Note the click. A button's own word is gone when the page is drawn anew before it comes to
+    the button, as when another job has just ended."""
+    st.session_state[f"{key}_asked"] = time.monotonic()
+
+
+def _asked(key: str) -> bool:
+    """Whether somebody has clicked since this was asked last."""
+    at_s = st.session_state.pop(f"{key}_asked", None)
+    return at_s is not None and time.monotonic() - at_s < ASKED_S
 
 
 @st.fragment(run_every=POLL_S)
@@ -64,9 +85,11 @@ def _progress(number: str, key: str, partial: Callable[[Job], None] | None) -> N
     bar, button = st.columns([5, 1], vertical_alignment="center")
     text = said(job.said) if job.state == "running" else t("jobs.waiting")
     bar.progress(min(max(job.share or 0.0, 0.0), 1.0), text=text or t("jobs.starting"))
-    if button.button(t("jobs.cancel"), key=f"cancel_{key}", width="stretch"):
+
+    def cancel() -> None:
         jobs.cancel(number)
-        st.rerun(scope="app")
+
+    button.button(t("jobs.cancel"), key=f"cancel_{key}", width="stretch", on_click=cancel)
     if partial is not None:
         partial(job)
 

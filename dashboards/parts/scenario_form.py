@@ -54,18 +54,21 @@ def scenario_form(*, anew: bool) -> None:
     if anew or "form_trace" not in st.session_state:
         _fill(now)
     st.subheader(t("form.title"))
-    _upload_trace()
+    place = st.container()
+    _upload_trace()  # first, since what it brings is chosen at once
     traces = state.shelf().traces()
     if st.session_state.form_trace not in traces:
         traces.append(st.session_state.form_trace)
-    st.selectbox(t("form.trace"), traces, key="form_trace", format_func=uploads.label)
+    place.selectbox(t("form.trace"), traces, key="form_trace", format_func=uploads.label)
     _fleet()
+    place = st.container()
     _upload_policy()
     policies = state.shelf().policies()
     policies += [name for name in st.session_state.form_policies if name not in policies]
-    st.multiselect(
+    place.multiselect(
         t("form.policies"), policies, key="form_policies", max_selections=POLICIES_MOST,
         format_func=uploads.label, help=t("form.policies_help"),
+        placeholder=", ".join(Scenario().policies),
     )  # fmt: skip
     _faults()
     with st.expander(t("form.more")):
@@ -80,8 +83,9 @@ def scenario_form(*, anew: bool) -> None:
         st.number_input(t("form.seed"), 0, 1 << 32, key="form_seed", step=1)
     new = _read()
     if new != now:
+        # No run anew: what was clicked together with it would be forgotten.
         state.set_scenario(new)
-        st.rerun()
+        state.write_url()
     try:
         check(new, state.shelf().path_of)
     except ScenarioError as error:
@@ -127,13 +131,12 @@ def _fleet() -> None:
         options = known if form[f"form_profile_{place}"] in known else [
             *known, form[f"form_profile_{place}"],
         ]  # fmt: skip
-        left, right = st.columns([3, 1])
-        left.selectbox(
+        st.selectbox(
             t("form.profile"), options, key=f"form_profile_{place}", accept_new_options=True,
             help=t("form.profile_help"),
             label_visibility="collapsed" if place else "visible",
         )  # fmt: skip
-        right.number_input(
+        st.number_input(
             t("form.replicas"), 1, 1000, key=f"form_replicas_{place}",
             label_visibility="collapsed" if place else "visible",
         )  # fmt: skip

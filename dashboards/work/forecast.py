@@ -138,7 +138,8 @@ def _plain(
     return {
         "window_s": series.window_s,
         "what": series.name,
-        "tokens": series.name == "tokens",
+        # A table of rates does not say of what: who uploaded it does.
+        "tokens": "tokens" in (series.name, asked.what if asked.source.endswith(RATES) else ""),
         "days": len(series) * day,
         "held_day": float((trial.origins[0] + 1) * day),
         "first_day": series.start_s % 86_400 / 86_400,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dashboards.scenario import by_name
 from dashboards.shelf import Shelf
 from twin.plan.inputs import Prices, SloFile
 from twin.plan.planning import make_plan
@@ -64,7 +65,7 @@ def opened(request: dict[str, Any], folder: Path) -> Iterator[Ready]:
     """What the request names, as the command line would be given it.
 
     Raises:
-        PlanError, FileError, TraceError: something of it cannot be used.
+        PlanError, FileError, TraceError, ScenarioError: something of it cannot be used.
     """
     shelf = Shelf(folder.parents[1] / "uploads")
     slo, prices = folder / SLO, None
@@ -74,7 +75,8 @@ def opened(request: dict[str, Any], folder: Path) -> Iterator[Ready]:
         prices.write_bytes(msgspec.yaml.encode(prices_of(request)))
     with prepared(
         trace_path=str(shelf.path_of(request["trace"])), slo_path=slo,
-        gpus=tuple(request["gpus"]), tp_sizes=tuple(request["tp"]), model=request["model"],
+        gpus=tuple(map(by_name, request["gpus"])), tp_sizes=tuple(request["tp"]),
+        model=request["model"],
         policy_name=str(shelf.path_of(request["policy"])), prices_path=prices,
         rows=request["rows"], draws=request["draws"], assume_output=request["assume_output"],
         seed=request["seed"],

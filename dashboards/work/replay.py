@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dashboards.scenario import Scenario
+from dashboards.scenario import Scenario, by_name
 from dashboards.shelf import Shelf
 from traces import open_trace
 from twin.fleet import fleet_of
@@ -48,7 +48,7 @@ def run(
     path_of = Shelf(folder.parents[1] / "uploads").path_of
     tell(0.0, "reading the trace")
     trace = open_trace(path_of(scenario.trace))
-    fleet = fleet_of([(kind.profile, kind.replicas) for kind in scenario.fleet])
+    fleet = fleet_of([(by_name(kind.profile), kind.replicas) for kind in scenario.fleet])
     policies = named_policies([str(path_of(name)) for name in scenario.policies])
     rows = round(trace.rows * scenario.scale)
     logged = rows * len(policies) <= LOGGED_MOST

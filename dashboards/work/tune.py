@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
+from dashboards.scenario import by_name
 from dashboards.shelf import Shelf, label
 from policy.files import load_policy
 from twin.fleet import fleet_of
@@ -90,7 +91,7 @@ def plan_of(asked: Asked, folder: Path) -> tuple[Plan, str]:
         seed=asked.seed, speed=asked.speed, scale=asked.scale, scale_lengths=asked.scale_lengths,
         assume_output=asked.assume_output, slo=Slo.parse(asked.slo),
     )  # fmt: skip
-    fleet = fleet_of(asked.fleet)
+    fleet = fleet_of([(by_name(name), count) for name, count in asked.fleet])
     held = [path_of(name) for name in asked.held_out]
     work, held_out = trace_works(path_of(asked.trace), held, fleet, options)
     goals = goals_of(space.objectives, space.constraints, trace=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dashboards.scenario import by_name
 from dashboards.shelf import Shelf, label
 from policy.evidence import encode, key_of, signed
 from twin.tune.asking import policy_text
@@ -52,7 +53,7 @@ def run(request: dict[str, Any], folder: Path, tell: Tell) -> None:
     tell(0.0, "starting")
     what = asked_for(
         candidate=policy, against=against, traces=tuple(str(path_of(one)) for one in asked.traces),
-        profiles=tuple(name for name, _ in asked.fleet),
+        profiles=tuple(by_name(name) for name, _ in asked.fleet),
         replicas=tuple(count for _, count in asked.fleet), scenarios=(), seeds=asked.seeds or None,
         slo="", attain=95.0, margin=1.0, canary=50, drifting=(),
         trace_seconds=asked.trace_s or None, quick=asked.quick, jobs=asked.jobs,

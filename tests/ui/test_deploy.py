@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from controller.deployment.measured import Measured
-from dashboards.parts.deploy.current import Point, band_chart, band_table, figure_name
+from controller.deployment.views import Row, Step
+from dashboards.parts.deploy.current import Point, band_chart, band_table, figure_name, why
 from dashboards.parts.deploy.history import diff_table
 from dashboards.parts.deploy.papers import Papers, gate_table, read, reasons
 from dashboards.parts.deploy.plan import DEMO
@@ -163,3 +164,11 @@ def test_a_difference_is_shown_key_by_key() -> None:
     from controller.deployment.views import Change, Diff
 
     assert "<i>" not in diff_table(Diff(1, None, (Change("<i>", 1, None),)))
+
+
+def test_the_name_of_a_policy_is_no_word_to_translate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dashboards.parts.deploy.current.said", lambda text: f"<{text}>")
+    step = Step(1.0, "done", 1000, "stable", {})
+    row = Row(1, 1.0, "start", "stable", "ab", "done", "", False, (step,))
+    assert why(row, step) == "stable"
+    assert why(msgspec.structs.replace(row, name="other"), step) == "<stable>"

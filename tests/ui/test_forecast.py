@@ -169,7 +169,7 @@ def test_its_worth_is_played_and_written(tmp_path: Path, monkeypatch: pytest.Mon
         told_files.append(forecasts)
         return (10.0 if forecasts else 12.0), 0, 100
 
-    monkeypatch.setattr(forecast_worth, "_play", play)
+    monkeypatch.setattr(forecast_worth, "play", play)
     known = load()
     _, first = job_of(tmp_path, "forecast", asked())
     np.savez_compressed(

@@ -49,6 +49,16 @@ def test_every_page_is_drawn(app: Callable[..., AppTest], page: str, language: s
     assert bool(CHINESE.search(session.sidebar.subheader[0].value)) == (language == "zh")
 
 
+def test_a_click_is_taken_with_what_was_typed_before_it(app: Callable[..., AppTest]) -> None:
+    session = app("", {"trace": ["shipped:sessions"], "policy": ["fifo"]})
+    session.number_input("form_seed").set_value(3)
+    session.button("job_replay").click().run()
+    assert errors(session) == []
+    asked = [job.request for job in state.jobs().recent("replay")]
+    assert [(each["seed"], each["trace"]) for each in asked] == [(3, "shipped:sessions")]
+    assert scenario(session).seed == 3
+
+
 def test_a_link_sets_the_form(app: Callable[..., AppTest]) -> None:
     session = app("", to_query(LINKED))
     assert errors(session) == []

@@ -82,6 +82,9 @@ def test_the_same_request_is_the_same_job(jobs: Jobs) -> None:
     assert jobs.start("count", {"each_s": 0.0, "to": 1}).id == first.id
     done = ended(jobs, first)
     assert jobs.start("count", request) == done, "what was done is not done again"
+    again = jobs.start("count", request, again=True)
+    assert (again.id, again.open) == (done.id, True), "unless that is asked for"
+    done = ended(jobs, again)
     assert jobs.find("count", {"to": 2, "each_s": 0.0}) is None
     assert jobs.find("other", request) is None
     assert [job.id for job in jobs.recent("count")] == [first.id]

@@ -99,7 +99,7 @@ def test_the_token_may_lie_in_a_file_and_a_page_is_in_chinese(
     file = controller.data / "admin.token"
     knows({"east": controller.admin_url}, {"east": str(file)})
     session = app("live", {"lang": ["zh"]})
-    assert "按故障域的集群" in everything(session)
+    assert "按故障域的机群" in everything(session)
     assert controller.admin_token not in everything(session)
 
 

@@ -126,6 +126,7 @@ def test_any_link_is_a_scenario_or_a_sentence(query: dict[str, list[str]]) -> No
         ({"trace": "shipped:nothing"}, "no such trace"),
         ({"trace": "upload:x~0123456789abcdef.trace"}, "it is not among the uploads here"),
         ({"fleet": (Kind("h100-sxm/nothing", 1),)}, "h100-sxm/nothing"),
+        ({"fleet": (Kind("mine.yaml", 1),)}, "mine.yaml is a file"),
         ({"policies": ("stabel",)}, "stable"),
         ({"policies": ("upload:x~0123456789abcdef.policy",)}, "it is not among the uploads here"),
         ({"faults": ("gpu_lost",)}, "gpu_lost"),

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import streamlit
 
 from dashboards.jobs import Job, Jobs
 from dashboards.scenario import Kind, Scenario, to_query
 from dashboards.shelf import Shelf
 from dashboards.work import tune as tune_work
 from dashboards.work import validate as validate_work
-from policy.evidence import decode, encode
+from policy.evidence import AGE_S_MOST, decode, encode
 from policy.files import load_policy
 from tests.deploy_support import evidence_for
 from tests.tune_support import small_trace
@@ -115,6 +116,12 @@ def test_the_form_offers_typed_ranges_and_says_what_is_wrong(app: Callable[..., 
     assert "leaves out" not in texts(session)
 
 
+def test_the_first_policy_is_tuned_whatever_it_is(app: Callable[..., AppTest]) -> None:
+    session = app("tune", to_query(Scenario(policies=("fifo", "stable"))))
+    assert session.selectbox(key="tune_parent").value == "fifo"
+    assert "nearly all of its parameters have no effect" in texts(session)
+
+
 def test_what_was_done_is_shown_again_and_can_be_validated(
     app: Callable[..., AppTest], tmp_path: Path, scenario: Scenario
 ) -> None:
@@ -195,5 +202,16 @@ def test_evidence_is_signed_shown_and_sent_to_deploy(
     assert session.selectbox(key="tune_candidate").value == "stable"
     table = session.table[0].value
     assert len(table) == len(evidence.gates)
+    assert "validate_again" not in [button.key for button in session.button]
     session.button(key="send_to_deploy").click().run()
     assert session.session_state["deploy_job"] == job.id
+
+    old = msgspec.structs.replace(written, made_s=written.made_s - AGE_S_MOST - 60)
+    (job.folder / "evidence.json").write_bytes(encode(old))
+    streamlit.cache_data.clear()
+    session = app("tune", to_query(scenario))
+    session.button_group(key="tune_mode").set_value("validate").run()
+    assert "a controller refuses it" in texts(session)
+    session.button(key="validate_again").click().run()
+    assert not session.exception
+    assert jobs.get(job.id).open, "the same job, once more"

@@ -120,6 +120,12 @@ def test_a_request_holds_what_decides_the_answer_and_nothing_else() -> None:
     json.dumps(made)
 
 
+def test_files_are_no_names_of_profiles() -> None:
+    mine = asked.Settings(parameters={"fit": {"NAME": "mine.yaml"}})
+    with pytest.raises(ValueError, match=r"mine\.yaml is a file"):
+        asked.ask_request(QUESTIONS["fit"], Scenario(), mine, standing(mine))
+
+
 def test_the_command_gives_the_files_too(app: Callable[..., AppTest]) -> None:
     own = asked.Settings(overflow_usd=2.0)
     request = asked.ask_request(QUESTIONS["burst"], Scenario(), own, standing(own))

@@ -13,26 +13,20 @@ from policy.forecast.baselines import LastValue
 from policy.forecast.contract import MEDIAN
 from policy.forecast.series import Series
 from tests.bench.forecast.worth import (
-    HPA,
     LEVELS,
-    LOOP,
     OURS,
-    PERFECT,
     RULES,
     STEADY,
-    WARM_UP_S,
     Job,
-    Point,
     closed_pct,
     figures_of,
-    front,
-    hours_at,
     jobs_of,
-    play,
+    played_once,
     record,
     saved_pct,
 )
 from tests.bench.forecast.worth_scenes import HORIZONS, WINDOW_S, DayShapes, Perfect, ramp
+from twin.forecast_worth import HPA, LOOP, PERFECT, WARM_UP_S, Point, front, hours_at
 from twin.forecasts import read_forecasts
 
 if TYPE_CHECKING:
@@ -156,7 +150,7 @@ def test_forecasters_learn_from_what_lies_before_the_run(morning: Scene, tmp_pat
 
 def test_a_run_counts_what_comes_after_the_warm_up(morning: Scene) -> None:
     capacity = {"rule": "hpa", "hpa_target_permille": 700}
-    hours, missed, offered = play(Job("x", str(morning.trace), morning.lasts_s, capacity))
+    hours, missed, offered = played_once(Job("x", str(morning.trace), morning.lasts_s, capacity))
     arrivals = pq.read_table(morning.trace, columns=["arrival_s"])["arrival_s"].to_numpy()
     assert offered == (arrivals >= WARM_UP_S).sum()
     assert 0 < missed < offered / 5

@@ -94,6 +94,8 @@ def test_the_list_is_what_the_command_line_takes() -> None:
         ("whole", 1.5, "write a whole number"), ("whole", 99, "between 1 and 10"),
         ("number", math.nan, "between"), ("number", "3", "write a number"),
         ("text", "", "write a name"), ("whole", True, "write a number"),
+        ("whole", math.nan, "between"), ("whole", math.inf, "between"),
+        ("whole", 10**400, "between"),
     ],
 )  # fmt: skip
 def test_what_a_parameter_cannot_be_is_told(kind: Any, value: Any, message: str) -> None:

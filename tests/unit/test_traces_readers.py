@@ -89,6 +89,7 @@ def test_azure_2024_stamps_and_gzip(tmp_path: Path) -> None:
         ("2023-11-16 18:17:05,1,9999999999", "row 5: GeneratedTokens is too large"),
         ("yesterday,1,3", "row 5: TIMESTAMP: not an ISO 8601 stamp in UTC: 'yesterday'"),
         (",1,3", "row 5: TIMESTAMP"),
+        ("9999-12-31 00:00:00,1,3", "row 5: TIMESTAMP: '9999-12-31 00:00:00' is not between the"),
         ("2023-11-16 18:17:05+02:00,1,3", "row 5: TIMESTAMP: not an ISO 8601 stamp in UTC"),
         ("2023-11-16 18:17:05,1", "row 5: the number of fields is not the header's"),
         ("2023-11-16 18:17:05,1,2,3", "row 5: the number of fields is not the header's"),
@@ -120,6 +121,12 @@ def test_when_no_row_is_left_it_says_why(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "not UTF-8"),
         (gzip.compress((AZURE + AZURE_ROWS).encode())[:-12], "damaged or cut short"),
         (b"PAR1 but no more", "a damaged Parquet file"),
+        ("[" * 100_000, "nested too deeply"),
+        (
+            '{"timestamp": 1, "input_length": 5, "output_length": 6, "hash_ids": [1]}\n{"more": '
+            + "[" * 100_000,
+            "nested too deeply",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, text: str | bytes, message: str) -> None:

@@ -130,6 +130,8 @@ def import_trace(
             resolution_s=resolution_s,
             progress=progress,
         )
+    except RecursionError as error:
+        raise TraceError(f"{path}: a row is nested too deeply to be a request") from error
     except TraceError as error:
         if not rejects.skipped:
             raise
@@ -220,6 +222,8 @@ def _column_names(path: Path) -> list[str]:
         raise TraceError(f"{path}: the file is empty")
     try:
         first = msgspec.json.decode(line)
+    except RecursionError as error:
+        raise TraceError(f"{path}: nested too deeply to be a trace") from error
     except msgspec.DecodeError:
         first = None
     if isinstance(first, dict):

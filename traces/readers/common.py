@@ -26,6 +26,8 @@ Columns = dict[str, Any]
 
 CHUNK_ROWS = 8192
 EMPTY_PROMPT = "a prompt holds at least one token"
+FIRST_YEAR, LAST_YEAR = "1970", "2261"
+"""Of a stamp; 64 bits of nanoseconds hold no more, and turn round without a word."""
 _EXAMPLES = 3
 _INT32_MAX = 2**31 - 1
 
@@ -250,6 +252,11 @@ def stamp_column(name: str, values: Iterable[str]) -> Array:
         raise ValueError(f"{name}: not an ISO 8601 stamp in UTC: {texts[0]!r}") from error
     if np.isnat(stamps).any():
         raise ValueError(f"{name}: not an ISO 8601 stamp in UTC: {texts[0]!r}")
+    beyond = [t for t in texts if not FIRST_YEAR <= t[:4] <= LAST_YEAR]
+    if beyond:
+        raise ValueError(
+            f"{name}: {beyond[0]!r} is not between the years {FIRST_YEAR} and {LAST_YEAR}"
+        )
     return stamps.astype(np.int64)
 
 

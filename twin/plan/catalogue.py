@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from twin.plan.questions import Answer, Asking
 
 Value = int | float | str
+DIGITS_MOST = 40
+"""Of a number that cannot be, in what is said of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,13 @@ class Parameter:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise PlanError(f"{self.name} {value!r}: write a number")
+        if not self.least <= value <= self.most or math.isinf(value):
+            raise PlanError(
+                f"{self.name} {str(value)[:DIGITS_MOST]}: it must lie between {self.least:g} and"
+                f" {self.most:g}"
+            )
         if self.kind == "whole" and value != int(value):
             raise PlanError(f"{self.name} {value:g}: write a whole number")
-        if not (math.isfinite(value) and self.least <= value <= self.most):
-            raise PlanError(
-                f"{self.name} {value:g}: it must lie between {self.least:g} and {self.most:g}"
-            )
         return int(value) if self.kind == "whole" else float(value)
 
 

@@ -261,6 +261,21 @@ def group_of(replay: Replay, kind: str, name: str) -> Group | None:
     return replay.summary.groups[kind].get(name)
 
 
+def groups_of(
+    replays: Sequence[Replay], kind: str
+) -> list[tuple[str, str, list[Group | None]]]:  # fmt: skip
+    """(what it is called, its path among the figures, run by run) of each group of a kind; before
+    the SLA classes stand the whole runs."""
+    groups: list[tuple[str, str, list[Group | None]]] = [
+        (group_name(kind, name), f"by_{kind}.{name}",
+         [group_of(replay, kind, name) for replay in replays])
+        for name in names_in(replays, kind)
+    ]  # fmt: skip
+    if kind == "sla":
+        groups.insert(0, ("all", "all", [replay.summary.all for replay in replays]))
+    return groups
+
+
 def duration_rows(
     groups: Sequence[Group | None], replays: Sequence[Replay] = (), path: str = "all"
 ) -> dict[str, dict[str, Row]]:

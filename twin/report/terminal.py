@@ -8,8 +8,7 @@ from twin.report.figures import (
     differences,
     duration_rows,
     fleet_text,
-    group_name,
-    group_of,
+    groups_of,
     interval_texts,
     labels_of,
     names_in,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from twin.replay import Replay
     from twin.report.figures import Row
-    from twin.summary import Group
 
 SIDE_BY_SIDE = 3
 """Policies in one table of latencies; more go into tables below each other."""
@@ -126,14 +124,7 @@ def _latencies(title: str, kind: str, replays: Sequence[Replay], labels: Sequenc
         for place, quantile in enumerate(("p50", "p95", "p99")):
             head = f"{label if place == 0 else ''}\n{quantile}"
             out.add_column(Text(head), justify="right", no_wrap=True)
-    groups: list[tuple[str, str, list[Group | None]]] = [
-        (group_name(kind, name), f"by_{kind}.{name}",
-         [group_of(replay, kind, name) for replay in replays])
-        for name in names_in(replays, kind)
-    ]  # fmt: skip
-    if kind == "sla":
-        groups.insert(0, ("all", "all", [replay.summary.all for replay in replays]))
-    for name, path, members in groups:
+    for name, path, members in groups_of(replays, kind):
         for place, rows in enumerate(duration_rows(members, replays, path).values()):
             marked = [_marked(row) for row in rows.values()]
             cells = [column[run] for run in range(len(replays)) for column in marked]

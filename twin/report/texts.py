@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from twin.report.figures import (
     QUANTILES,
     duration_rows,
-    group_name,
-    group_of,
+    groups_of,
     labels_of,
     names_in,
     overall_rows,
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from twin.replay import Replay
     from twin.report.figures import Row
-    from twin.summary import Group
 
 Table = dict[str, Any]
 """``title``, ``labels``, ``quantiles`` (empty: a column a label) and ``rows``: each with ``group``
@@ -51,15 +49,8 @@ def text_tables(replays: Sequence[Replay]) -> list[Table]:
 def _latencies(
     title: str, kind: str, replays: Sequence[Replay], labels: Sequence[str]
 ) -> Table:  # fmt: skip
-    groups: list[tuple[str, str, list[Group | None]]] = [
-        (group_name(kind, name), f"by_{kind}.{name}",
-         [group_of(replay, kind, name) for replay in replays])
-        for name in names_in(replays, kind)
-    ]  # fmt: skip
-    if kind == "sla":
-        groups.insert(0, ("all", "all", [replay.summary.all for replay in replays]))
     rows = []
-    for name, path, members in groups:
+    for name, path, members in groups_of(replays, kind):
         for place, known in enumerate(duration_rows(members, replays, path).values()):
             by_part = [_cells(row) for row in known.values()]
             rows.append({

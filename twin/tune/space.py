@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -160,7 +161,13 @@ def tunable(parent: Parameters) -> Iterator[tuple[str, types.Type, Any]]:
 
 def described(parent: Parameters) -> Iterator[tuple[str, types.Type, Any, str]]:
     """The same, with what the policy's schema says about it."""
-    yield from _leaves("", types.type_info(Parameters), _plain(parent), "")
+    yield from _leaves("", _schema(), _plain(parent), "")
+
+
+@cache
+def _schema() -> types.Type:
+    """Of a policy; to work it out takes longer than all that is asked of it."""
+    return types.type_info(Parameters)
 
 
 def _leaves(
@@ -187,7 +194,7 @@ def _leaves(
 
 
 def _about(kind: types.Type) -> str:
-    """What ``Meta(description=...)`` says, the innermost layer last."""
+    """What ``Meta(description=...)`` says, the innermost layer first."""
     texts: list[str] = []
     while isinstance(kind, types.Metadata):
         texts.append((kind.extra_json_schema or {}).get("description", ""))

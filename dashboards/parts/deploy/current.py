@@ -20,7 +20,7 @@ from dashboards.state import said, t
 
 if TYPE_CHECKING:
     from controller.deployment.measured import Measured
-    from controller.deployment.views import Current, Row
+    from controller.deployment.views import Current, Row, Step
     from dashboards.parts.charts import Chart
     from dashboards.parts.live.door import Door
 
@@ -63,9 +63,14 @@ def _nothing(rows: tuple[Row, ...]) -> None:
             strong(t("deploy.nothing")),
             t("deploy.last", id=last.id, name=last.name, hash=last.hash[:HASH_SHOWN]),
             badge(said(last.stage.replace("_", " ")), ENDS.get(last.stage, "--p5")),
-            said(step.why) if step is not None else "",
+            why(last, step) if step is not None else "",
         ])
     )  # fmt: skip
+
+
+def why(row: Row, step: Step) -> str:
+    """A step's reason. That with which a controller starts is its policy's name, and no words."""
+    return step.why if step.why == row.name else said(step.why)
 
 
 def _under_way(running: Current) -> None:

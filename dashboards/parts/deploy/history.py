@@ -9,7 +9,7 @@ import msgspec
 import streamlit as st
 
 from dashboards.admin import AdminError
-from dashboards.parts.deploy.current import ENDS
+from dashboards.parts.deploy.current import ENDS, why
 from dashboards.parts.live.door import complain
 from dashboards.parts.live.html import Html, badge, joined, muted, table
 from dashboards.parts.live.tables import HASH_SHOWN
@@ -73,7 +73,7 @@ def history_table(rows: Sequence[Row]) -> Html:
             joined([
                 badge(t("deploy.override_short", why=row.override), "--late")
                 if row.override else "",
-                said(row.steps[-1].why) if row.steps else "",
+                why(row, row.steps[-1]) if row.steps else "",
             ], " "),
         ]
         for row in rows
@@ -87,7 +87,7 @@ def step_table(row: Row) -> Html:
         [
             _time(step.at_s), said(step.stage.replace("_", " ")),
             f"{step.share_permille / 10:g} %",
-            joined([said(step.why), muted(_figures(step.figures))], "<br>"),
+            joined([why(row, step), muted(_figures(step.figures))], "<br>"),
         ]
         for step in row.steps
     ]  # fmt: skip

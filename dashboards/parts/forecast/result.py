@@ -108,10 +108,13 @@ def _worth(job: Job, found: dict[str, Any]) -> None:
         columns = st.columns(max(1, len(hours)))
         own = hours.get(OURS)
         for column, (name, value) in zip(columns, hours.items(), strict=False):
-            change = None
-            if own is not None and name != OURS and value:
-                change = t("forecast.saves", percent=f"{100 * (1 - own / value):+.0f}")
             bound = "≤ " if name in worth["at_most"] else ""
+            change = None
+            if own is not None and name != OURS and value and not bound:
+                change = t(
+                    "forecast.saves", bound="≤ " if OURS in worth["at_most"] else "",
+                    percent=f"{100 * (own / value - 1):+.0f}",
+                )  # fmt: skip
             column.metric(said(name), f"{bound}{value:.1f} GPU h", change, delta_color="off",
                           delta_arrow="off")  # fmt: skip
         left = [name for name in worth["curves"] if name not in hours]

@@ -29,12 +29,12 @@ def requests_view(job: Job, about: dict[str, Any]) -> None:
     left, right = st.columns([1, 1])
     label = left.segmented_control(
         t("replay.policy"), labels, default=labels[-1], key="requests_policy",
-        label_visibility="collapsed",
-    ) or labels[-1]  # fmt: skip
+        label_visibility="collapsed", required=True,
+    )  # fmt: skip
     metric = right.segmented_control(
         t("replay.metric"), [*METRICS], default="ttft_s", key="requests_metric",
-        format_func=lambda name: said(METRICS[name]), label_visibility="collapsed",
-    ) or "ttft_s"  # fmt: skip
+        format_func=lambda name: said(METRICS[name]), label_visibility="collapsed", required=True,
+    )  # fmt: skip
     version = f"{job.id} {job.ended_s}"
     place = labels.index(label)
     chart = load_json(str(job.folder / f"requests-{place}-{metric}.json"), version)

@@ -42,8 +42,8 @@ def _views(job: Job) -> None:
         session.replay_view = session.get(_KEPT, VIEWS[0])
     view = st.segmented_control(
         t("replay.view"), VIEWS, key="replay_view", label_visibility="collapsed",
-        format_func=lambda name: t(f"replay.views.{name}"),
-    ) or VIEWS[0]  # fmt: skip
+        format_func=lambda name: t(f"replay.views.{name}"), required=True,
+    )  # fmt: skip
     session[_KEPT] = view
     charts = _result(job, "charts")
     about = _result(job, "run")

@@ -25,22 +25,25 @@ DIRECT_ROWS = 20_000
 CLASSES_SHOWN = 4
 
 
-def trace_section(scenario: Scenario) -> bool:
-    """Draw it.
-
-    Returns:
-        Whether there is such a trace.
-    """
+def opened(scenario: Scenario) -> Trace | None:
+    """The trace; None: it cannot be read, and the page says why."""
     try:
-        trace = open_trace(state.shelf().path_of(scenario.trace))
-        description = _described(scenario.trace, trace)
+        return open_trace(state.shelf().path_of(scenario.trace))
     except (TraceError, FileError) as error:
         st.error(str(error))
-        return False
+        return None
+
+
+def trace_section(scenario: Scenario, trace: Trace) -> None:
+    """Draw it."""
+    try:
+        description = _described(scenario.trace, trace)
+    except TraceError as error:
+        st.error(str(error))
+        return
     if description is not None:
         with st.container(key="replay_trace"):
             _draw(description)
-    return True
 
 
 def _described(name: str, trace: Trace) -> dict[str, Any] | None:

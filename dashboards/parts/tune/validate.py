@@ -110,12 +110,20 @@ def gates(job: Job) -> None:
         if evidence.quick:
             st.caption(t("tune.was_quick"))
         if datetime.now(UTC).timestamp() - evidence.made_s > AGE_S_MOST:
-            st.warning(t("tune.too_old"))
+            _old(job)
         _gate_table(evidence)
         _expected(evidence)
         with st.expander(t("tune.all_figures")):
             _figures(evidence)
     _send(job, evidence)
+
+
+def _old(job: Job) -> None:
+    """It can be gathered once more: by the same request, so under the same name."""
+    st.warning(t("tune.too_old"))
+    if st.button(t("tune.validate_again"), key="validate_again", icon=":material/refresh:"):
+        state.jobs().start("validate", job.request, again=True)
+        st.rerun()
 
 
 def _send(job: Job, evidence: Evidence) -> None:

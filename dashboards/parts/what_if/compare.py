@@ -12,7 +12,7 @@ from dashboards.jobs import JobsError
 from dashboards.parts.charts import show_chart
 from dashboards.parts.what_if import settings as asked
 from dashboards.parts.what_if.answer import badge, figure_name, plain_text, read, word
-from dashboards.parts.what_if.plan import cheapest
+from dashboards.parts.what_if.plan import cheapest, classes
 from dashboards.state import t
 from dashboards.work.ask import ANSWER
 from dashboards.work.plan import PLAN
@@ -41,11 +41,12 @@ def compare() -> None:
     if plans:
         st.markdown(f"**{t('what_if.knees')}**")
         for column, (place, job) in zip(st.columns(max(2, len(plans))), plans, strict=False):
-            charts = knee_charts(read(job, PLAN) or {"knee": None})
+            document = read(job, PLAN) or {"knee": None}
+            charts = knee_charts(document)
             with column:
                 st.caption(t("what_if.number", number=place + 1))
                 if charts:
-                    show_chart(charts["attainment"], f"wi_compare_{job.id}")
+                    show_chart(charts["attainment"], f"wi_compare_{job.id}", keep=classes(document))
 
 
 def _pinned() -> list[Job]:

@@ -56,7 +56,8 @@ def plan(job: Job) -> None:
         st.markdown(f"**{t('what_if.sizes')}**")
         chart = sizes_chart(document)
         if chart is not None:
-            show_chart(chart, "wi_sizes_chart")
+            machines = {size["machine"] for size in document["sizes"]}
+            show_chart(chart, "wi_sizes_chart", keep=machines)
     with right:
         _faults(document)
     _sizes_table(document["sizes"])
@@ -77,6 +78,11 @@ def cheapest(document: Mapping[str, Any], growth: float) -> Mapping[str, Any] | 
     """The size that costs least at this growth, as ``twin.plan.Plan.best`` chooses it."""
     own = [size for size in document["sizes"] if size["growth"] == growth and size["replicas"]]
     return min(own, key=lambda size: float(size["usd_per_month"]["value"]), default=None)
+
+
+def classes(document: Mapping[str, Any]) -> set[str]:
+    """Names of the classes in the knee's charts, which are no words to translate."""
+    return {name for point in document["knee"]["curve"] for name in point["attainment"] if name}
 
 
 def _headline(document: Mapping[str, Any]) -> None:
@@ -123,9 +129,9 @@ def _knee(document: Mapping[str, Any]) -> None:
     charts = knee_charts(document)
     left, right = st.columns(2)
     with left:
-        show_chart(charts["attainment"], "wi_knee_attainment")
+        show_chart(charts["attainment"], "wi_knee_attainment", keep=classes(document))
     with right:
-        show_chart(charts["ttft"], "wi_knee_ttft")
+        show_chart(charts["ttft"], "wi_knee_ttft", keep=classes(document))
     st.caption(plain_text(knee["cause"]["why"]))
     if knee["outside"]:
         st.warning(t("what_if.outside", why=plain_text(knee["outside"])))
@@ -202,4 +208,4 @@ def _between(one: Any, pattern: str) -> str:
     return f"({ends})"
 
 
-__all__ = ["cheapest", "first_answer", "plan"]
+__all__ = ["cheapest", "classes", "first_answer", "plan"]

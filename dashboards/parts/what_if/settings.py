@@ -11,8 +11,9 @@ import streamlit as st
 from msgspec import Meta
 
 from dashboards import state
+from dashboards.scenario import by_name, profile_of
 from dashboards.work.plan import prices_of, slo_of
-from policy.files import load_gpus, load_profile
+from policy.files import load_gpus
 from traces import open_trace
 from twin.plan.catalogue import Question, question_of
 from twin.plan.cell import FAULTS
@@ -128,16 +129,14 @@ def standing(scenario: Scenario, own: Settings) -> Standing:
         ValueError: the scenario names what there is not.
     """
     first = scenario.fleet[0]
-    profile = load_profile(first.profile)
-    file = first.profile.endswith((".yaml", ".yml"))
-    gpu = first.profile if file else profile.gpu
-    tp = 1 if file else profile.tensor_parallel
+    profile = profile_of(first.profile)
+    gpu, tp = profile.gpu, profile.tensor_parallel
     named = _named(str(state.shelf().path_of(scenario.trace)))
     slo = Slo.parse(scenario.slo)
     limits = {name or "other": slo.limit_s(name) for name in named.classes}
     policy = own.policy if own.policy in scenario.policies else scenario.policies[0]
     return Standing(
-        policy, gpu, tp, profile.model, list(own.gpus) or [gpu], list(own.tp) or [tp],
+        policy, gpu, tp, profile.model, list(map(by_name, own.gpus)) or [gpu], list(own.tp) or [tp],
         first.replicas if own.have is None else own.have,
         {name: own.ttft_s.get(name, limit) for name, limit in limits.items()}, limits,
         own.tpot_s or slo.tpot_s, slo.tpot_s, named,
@@ -154,8 +153,7 @@ def usual(question: Question, now: Standing) -> dict[str, Any]:
     values: dict[str, Any] = {one.name: one.usual for one in question.parameters}
     if question.name == "fit":
         size = f"@tp{now.own_tp}" if now.own_tp > 1 else ""
-        file = now.own_gpu.endswith((".yaml", ".yml"))
-        values["NAME"] = now.own_gpu if file else f"{now.own_gpu}/{now.model}{size}"
+        values["NAME"] = f"{now.own_gpu}/{now.model}{size}"
     if question.name == "tp":
         values |= {"large": 2 * now.own_tp, "small": now.own_tp}
     return values
@@ -171,6 +169,8 @@ def ask_request(
     """
     given = {**usual(question, now), **own.parameters.get(question.name, {})}
     asked = {"question": question.name, "parameters": question.checked(given)}
+    if question.name == "fit":
+        by_name(given["NAME"])
     if question.plain:
         return asked
     request = asked | _base(scenario, own, now) | {"have": now.have if question.have else 0}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 import psutil
+from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
 from controller import demo
 from dashboards.jobs import Jobs
@@ -36,6 +37,7 @@ CHROMIUM = "TWINKEEL_CHROMIUM"
 SERVES_S = 240.0
 WAIT_MS = 180_000
 LAPTOP = {"width": 1366, "height": 768}
+SHOTS = Path("build/ui-screenshots")
 PAGES = ("replay", "what-if", "tune", "forecast", "live", "deploy")
 POLLING = ("live", "deploy")
 """Pages that ask for news all the time."""
@@ -298,7 +300,9 @@ class Look:
                   const app = document.querySelector("[data-testid=stApp]");
                   return !app || app.dataset.testScriptState !== "notRunning"
                     || document.querySelector("[data-testid=stSkeleton]") !== null
-                    || document.querySelector("[data-stale=true]") !== null;
+                    || document.querySelector("[data-stale=true]") !== null
+                    || [...document.querySelectorAll("[data-testid=stPlotlyChart]")].some(
+                      (one) => one.offsetParent !== null && !one.querySelector(".main-svg"));
                 }"""
             )
             quiet = 0 if busy else quiet + 1
@@ -328,6 +332,22 @@ class Look:
         inside.wait_for(timeout=WAIT_MS)
         inside.locator("button, label").filter(has_text=text).first.click(timeout=WAIT_MS)
 
+    def unfold(self, button: Locator, wanted: Locator) -> None:
+        """Click until it is there: what is still being laid out scrolls, and that closes menus."""
+        for _ in range(5):
+            button.click()
+            with contextlib.suppress(PlaywrightTimeoutError):
+                wanted.wait_for(timeout=5000)
+                return
+        wanted.wait_for(timeout=5000)
+
+    def play(self, timeout_ms: float = WAIT_MS) -> Look:
+        """Replay the scenario, unless that has been done, until there are results."""
+        if self.key("job_replay").is_visible():
+            self.click("job_replay")
+        self.key("replay_results").wait_for(timeout=timeout_ms)
+        return self.idle()
+
     def fill(self, name: str, value: str, *, enter: bool = True) -> None:
         """A text or number."""
         box = self.key(name).locator("input").first
@@ -354,6 +374,14 @@ class Look:
     def faults(self) -> list[str]:
         """Tracebacks."""
         return [each.inner_text() for each in self.page.get_by_test_id("stException").all()]
+
+    def shot(self, name: str, upon: str = "") -> None:
+        """A picture of what is seen, once Plotly has drawn; ``upon``: what stands at its top."""
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        if upon:
+            self.key(upon).evaluate("(one) => one.scrollIntoView({block: 'start'})")
+        self.page.wait_for_timeout(300)
+        self.page.screenshot(path=SHOTS / f"{name}.png")
 
     # Measuring
 

@@ -3,9 +3,11 @@ nowhere."""
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import to_builtins
 
 from dashboards.scenario import Scenario, from_query
 from tests.ui.browser.harness import looking
@@ -51,6 +53,29 @@ def test_a_link_brings_the_scenario_to_everybody(browser: Browser, look: Look, a
     assert scenario(look).fleet[0].replicas == 5, "pages share it"
 
 
+def test_a_link_may_leave_out_most(look: Look) -> None:
+    look.open(trace=SMALL.trace)
+    assert scenario(look) == Scenario(trace=SMALL.trace)
+    for name in Scenario().policies:
+        look.key("form_policies").get_by_text(name, exact=True).wait_for()
+
+
+def test_a_click_is_taken_while_the_trace_is_read(
+    look: Look, app: App, trace_of: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """That ends by drawing the page anew."""
+    for number in range(3):
+        path = shutil.copyfile(trace_of(25_000), tmp_path / f"never-read-{number}.parquet")
+        asked = Scenario(trace=str(path), policies=("fifo",))
+        look.page.goto(look.app.link("replay", asked))
+        look.key("job_replay").locator("button").click()
+        look.page.wait_for_selector(".st-key-cancel_replay, .st-key-replay_results")
+        job = app.jobs.find("replay", to_builtins(asked))
+        assert job is not None
+        app.jobs.cancel(job.id)
+        look.idle()
+
+
 def test_a_bad_upload_is_a_sentence(look: Look, tmp_path: Path) -> None:
     wrong = tmp_path / "mine.csv"
     wrong.write_text("a,b\n1,2\n")
@@ -74,8 +99,6 @@ def test_a_job_outlives_a_reload_and_other_pages(
     look: Look, app: App, trace_of: Callable[[int], Path]
 ) -> None:
     look.open("replay", Scenario(trace=str(trace_of(20_000)), policies=("fifo",)))
-    look.key("replay_trace").wait_for()
-    look.idle()
     look.click("job_replay")
     look.key("cancel_replay").wait_for()
     number = next(job.id for job in app.jobs.recent("replay") if job.open)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,10 +15,9 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser
 
-    from tests.ui.browser.harness import App, Look
+    from tests.ui.browser.harness import App, Demo, Look
 
 pytestmark = pytest.mark.ui
-SHOTS = Path("build/ui-screenshots")
 LANGUAGES = ("en", "zh")
 
 
@@ -29,7 +27,7 @@ def test_no_page_says_an_error(
     words = Words.load()
     looks = good = 0
     wrong: list[str] = []
-    SHOTS.mkdir(parents=True, exist_ok=True)
+    wide: list[str] = []
 
     def judge(look: Look, what: str) -> None:
         nonlocal looks, good
@@ -42,16 +40,17 @@ def test_no_page_says_an_error(
     for dark in (False, True):
         for language in LANGUAGES:
             dress = f"{language}-{'dark' if dark else 'light'}"
-            for page in PAGES:
-                with looking(browser, app, dark=dark) as look:
-                    look.open(page, lang=language)
-                    look.page.screenshot(path=SHOTS / f"{page}-{dress}.png")
-                    judge(look, f"{page} {dress} by its link")
             with looking(browser, app, dark=dark) as look:
+                for page in PAGES:
+                    look.open(page, lang=language)
+                    look.shot(f"{page}-{dress}")
+                    wide.extend(f"{page} {dress}" for _ in range(is_wide(look)))
+                    judge(look, f"{page} {dress} by its link")
                 look.open(lang=language)
                 for page in reversed(PAGES):
                     look.go(words.text(f"{page.replace('-', '_')}.title", language))
                     judge(look, f"{page} {dress} by the navigation")
+    assert wide == [], "nothing has to be scrolled sideways on a laptop"
     measured(
         Figure(
             "pages_without_console_error_pct", 100 * good / looks, "%", "= 100",
@@ -64,15 +63,18 @@ def test_no_page_says_an_error(
     )  # fmt: skip
 
 
-def test_a_page_fits_a_laptop(browser: Browser, app: App) -> None:
-    """Nothing has to be scrolled sideways."""
-    for dark in (False, True):
-        with looking(browser, app, dark=dark) as look:
-            for page in PAGES:
-                look.open(page)
-                wide, window = look.page.evaluate(
-                    "() => [document.documentElement.scrollWidth, innerWidth]"
-                )
-                assert wide <= window, page
-                main = look.page.get_by_test_id("stMain")
-                assert main.evaluate("(one) => one.scrollWidth - one.clientWidth") <= 1, page
+def test_a_controller_at_work_is_seen(look: Look, controller: Demo) -> None:
+    look.open("live")
+    look.key("fleet_map").wait_for()
+    with controller.traffic():
+        look.page.wait_for_timeout(6000)
+        look.shot("live-under-load")
+
+
+def is_wide(look: Look) -> bool:
+    """Whether something lies beyond the window's side."""
+    wide, window = look.page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
+    beyond = look.page.get_by_test_id("stMain").evaluate(
+        "(one) => one.scrollWidth - one.clientWidth"
+    )
+    return bool(wide > window or beyond > 1)
