@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KINDS_MOST = 4
 POLICIES_MOST = 4
-Factor = Annotated[float, Meta(gt=0, le=1000)]
+Factor = Annotated[float, Meta(ge=0.01, le=1000)]
 
 
 class ScenarioError(ValueError):

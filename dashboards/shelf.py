@@ -21,6 +21,8 @@ _STEM_BYTES = 180
 _NAME = re.compile(
     r"upload:(?P<stem>[\w.-]{1,180})~(?P<digest>[0-9a-f]{16})\.(?P<kind>trace|policy)"
 )
+_PLAIN = re.compile(r"[\w-]+")
+"""What may be a preset's name and is no path."""
 ENDINGS = {"trace": ".parquet", "policy": ".yaml"}
 
 
@@ -50,17 +52,25 @@ class Shelf:
     def path_of(self, name: str) -> Path | str:
         """What the command line calls it: the kept file, or the name itself.
 
+        A path is no name: what is kept is found by its name, and a link must not open any file of
+        this machine.
+
         Raises:
-            TraceError, FileError: it was uploaded somewhere else, or is not kept any more.
+            TraceError, FileError: it was uploaded somewhere else, is not kept any more, or is none
+                of the shipped ones.
         """
-        if not name.startswith(PREFIX):
+        if name.startswith("shipped:") or _PLAIN.fullmatch(name):
             return name
         match = _NAME.fullmatch(name)
         path = self._path(match["stem"], match["digest"], match["kind"]) if match else None
         if path is None or not path.is_file():
-            what = FileError if name.endswith(".policy") else TraceError
-            text = "it is not among the uploads here: upload it again"
-            raise FileError(name, text) if what is FileError else TraceError(f"{name}: {text}")
+            if name.startswith(PREFIX):
+                text = "it is not among the uploads here: upload it again"
+            else:
+                text = "it is none of the shipped ones: upload it, and choose the upload"
+            if name.endswith((".policy", ".yaml", ".yml")):
+                raise FileError(name, text)
+            raise TraceError(f"{name}: {text}")
         return path
 
     def add_trace(

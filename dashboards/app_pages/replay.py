@@ -7,6 +7,7 @@ import streamlit as st
 
 from dashboards import state
 from dashboards.parts.job_panel import job_panel
+from dashboards.parts.plain import complain
 from dashboards.parts.replay.results import results
 from dashboards.parts.replay.trace import opened, trace_section
 from dashboards.scenario import ScenarioError, check
@@ -21,7 +22,7 @@ if trace is not None:
         wrong = ""
     except ScenarioError as error:
         wrong = str(error)
-        st.error(wrong)
+        complain(wrong)
     # Above the trace: while that is read, what stands below it moves under the pointer.
     job = job_panel(
         "replay", msgspec.to_builtins(scenario), label=t("replay.run"), disabled=bool(wrong)

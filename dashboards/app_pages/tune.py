@@ -9,6 +9,7 @@ import yaml
 
 from dashboards import state
 from dashboards.parts.job_panel import job_panel
+from dashboards.parts.plain import complain
 from dashboards.parts.tune import result as tune_result
 from dashboards.parts.tune.form import open_job, tune_form
 from dashboards.parts.tune.validate import validate_panel
@@ -31,7 +32,7 @@ def tuning() -> None:
     request, space, wrong = tune_form(left, right)
     with right:
         if wrong:
-            st.error(wrong)
+            complain(wrong)
         points = None if space is None else space.points()
         if points is not None and points <= request["trials"]:
             st.caption(t("tune.every_point", n=points))

@@ -6,8 +6,9 @@ import streamlit as st
 
 from dashboards import state
 from dashboards.parts.job_panel import job_panel
+from dashboards.parts.plain import complain, plain_text
 from dashboards.parts.what_if import settings as asked
-from dashboards.parts.what_if.answer import answer, plain_text, progress, word
+from dashboards.parts.what_if.answer import answer, progress, word
 from dashboards.parts.what_if.compare import compare
 from dashboards.parts.what_if.form import assumptions, plan_form, question_form
 from dashboards.parts.what_if.plan import first_answer, plan
@@ -30,7 +31,7 @@ def page() -> None:
     try:
         now = asked.standing(state.scenario(), own)
     except ValueError as error:
-        st.error(str(error))
+        complain(error)
         return
     if view == "questions":
         _grid(own)
@@ -95,7 +96,7 @@ def _question(question: Question, own: asked.Settings, now: asked.Standing) -> N
     try:
         request = asked.ask_request(question, state.scenario(), own, now)
     except ValueError as error:
-        st.error(str(error))
+        complain(error)
         return
     job = job_panel(
         "ask", request, label=t("what_if.answer"), partial=progress, disabled=lacking,

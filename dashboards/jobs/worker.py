@@ -6,12 +6,13 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 from dashboards.jobs.store import Jobs, JobsError
 
-NICE = 10
+NICE = 19
 """The pages come first."""
 EVERY_S = 0.2
 """How often the store is told, at most."""
@@ -25,7 +26,7 @@ def main(store: Path, number: str, most: int, package: str) -> int:
         most: jobs at the same time, of which this process begins the next when it is done.
         package: where the module of the kind is.
     """
-    os.nice(max(0, NICE - os.nice(0)))  # one that a worker began has it already
+    _stand_back()
     jobs = Jobs(store, most, package)
     last_s = 0.0
 
@@ -54,6 +55,15 @@ def main(store: Path, number: str, most: int, package: str) -> int:
         jobs.end(number)
     jobs.look()
     return 0
+
+
+def _stand_back() -> None:
+    """Let everything else go first."""
+    os.nice(max(0, NICE - os.nice(0)))  # one that a worker began has it already
+    # Linux may share out its cores by session, as it does on desktops: then a process's own
+    # niceness counts among those of its session alone, and that of the session is set here.
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICE), encoding="ascii")
 
 
 def _missing(module: str, package: str) -> str:

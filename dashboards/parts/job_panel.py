@@ -9,6 +9,7 @@ import streamlit as st
 
 from dashboards import state
 from dashboards.jobs import JobsError
+from dashboards.parts.plain import complain
 from dashboards.state import said, t
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _progress(number: str, key: str, partial: Callable[[Job], None] | None) -> N
     try:
         job = jobs.get(number)
     except JobsError as error:
-        st.error(str(error))
+        complain(error)
         return
     if not job.open:
         st.rerun(scope="app")
@@ -96,7 +97,7 @@ def _progress(number: str, key: str, partial: Callable[[Job], None] | None) -> N
 
 def _ended_badly(job: Job) -> None:
     if job.state == "failed":
-        st.error(job.error)
+        complain(job.error)
     elif job.state == "died":
         st.warning(t("jobs.died", log=job.folder / "log.txt"))
     else:

@@ -13,6 +13,7 @@ import streamlit as st
 
 from dashboards import shelf as uploads
 from dashboards import state
+from dashboards.parts.plain import complain, plain_text
 from dashboards.scenario import (
     KINDS_MOST,
     POLICIES_MOST,
@@ -89,7 +90,7 @@ def scenario_form(*, anew: bool) -> None:
     try:
         check(new, state.shelf().path_of)
     except ScenarioError as error:
-        st.error(str(error))
+        complain(error)
     else:
         with st.expander(t("form.command")):
             st.code(command(new, state.shelf().path_of), language="bash", wrap_lines=True)
@@ -174,7 +175,7 @@ def _faults() -> None:
         st.button(t("form.fault_put"), on_click=_put_fault, type="primary", width="stretch",
                   key="fault_put")  # fmt: skip
         if wrong:
-            st.error(wrong)
+            complain(wrong)
 
 
 def _put_fault() -> None:
@@ -190,7 +191,7 @@ def _put_fault() -> None:
     if kind in _SIZES:
         parts[_SIZES[kind][0]] = form[f"fault_size_{kind}"]
     shown = (
-        f"{name}: {value:g}" if isinstance(value, float) else f"{name}: {value}"
+        f"{name}: {repr(value).removesuffix('.0') if isinstance(value, float) else value}"
         for name, value in parts.items()
     )
     text = "{" + ", ".join(shown) + "}"
@@ -208,16 +209,20 @@ def _upload_trace() -> None:
         given = st.file_uploader(t("form.upload_trace_what"), key="upload_trace")
         if given is None or st.session_state.get("uploaded") == given.file_id:
             return
+        if st.session_state.get("upload_wrong", ("", ""))[0] == given.file_id:
+            complain(st.session_state.upload_wrong[1])
+            return
         try:
             with st.spinner(t("form.reading")):
                 kept = state.shelf().add_trace(given.name, given.getvalue())
         except TraceError as error:
-            st.error(str(error))
+            st.session_state.upload_wrong = given.file_id, str(error)  # so it is read once
+            complain(error)
             return
         st.session_state.uploaded = given.file_id
         st.session_state.form_trace = kept.name
         if kept.note:
-            st.warning(kept.note)
+            st.warning(plain_text(kept.note))
 
 
 def _upload_policy() -> None:
@@ -230,7 +235,7 @@ def _upload_policy() -> None:
             text = given.getvalue().decode("utf-8")
             kept = state.shelf().add_policy(given.name, text)
         except (FileError, UnicodeDecodeError) as error:
-            st.error(str(error))
+            complain(error)
             return
         st.session_state.uploaded_policy = given.file_id
         st.info(t("form.policy_kept", name=uploads.label(kept.name)))

@@ -37,8 +37,8 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quick: bool
     seeds: int
     """0: as many as is usual."""
-    signed: bool
-    """Whether the app was started with a deploy key."""
+    signed: str
+    """Of the deploy key that the app was started with, what tells it from another; empty: none."""
     jobs: int
     trace_s: float = 0.0
     """Of each trace; 0: as long as is usual."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TEXTS = some.text(min_size=1, max_size=12)
-FACTORS = some.floats(1e-6, 1000, allow_nan=False)
+FACTORS = some.floats(0.01, 1000, allow_nan=False)
 SCENARIOS = some.builds(
     Scenario,
     trace=TEXTS,

@@ -139,9 +139,15 @@ def test_an_unknown_upload_is_a_sentence(shelf: Shelf, name: str) -> None:
 
 
 def test_what_is_no_upload_is_named_as_it_is(shelf: Shelf) -> None:
-    for name in ("shipped:demo", "stable", "some/file.parquet"):
+    for name in ("shipped:demo", "stable"):
         assert shelf.path_of(name) == name
         assert label(name) == name
+
+
+@pytest.mark.parametrize("name", ["some/file.parquet", "/etc/passwd", "../mine.yaml", "mine.yml"])
+def test_a_path_is_no_name(shelf: Shelf, name: str) -> None:
+    with pytest.raises((TraceError, FileError), match="none of the shipped ones: upload it"):
+        shelf.path_of(name)
 
 
 def test_a_policy_is_checked(shelf: Shelf, tmp_path: Path) -> None:

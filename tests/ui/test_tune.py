@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,8 +185,8 @@ def test_evidence_is_signed_shown_and_sent_to_deploy(
     monkeypatch.setattr(validate_work, "validate", lambda what, told: (evidence, b"log"))
     request = {
         "policy": "stable", "against": "fifo", "traces": [scenario.trace],
-        "fleet": [["h100-sxm/qwen3-8b", 1]], "quick": True, "seeds": 0, "signed": True,
-        "jobs": 0, "trace_s": 0.0,
+        "fleet": [["h100-sxm/qwen3-8b", 1]], "quick": True, "seeds": 0,
+        "signed": sha256(key.read_bytes()).hexdigest()[:8], "jobs": 0, "trace_s": 0.0,
     }  # fmt: skip
     jobs, job = job_of(tmp_path, "validate", request)
     validate_work.run(request, job.folder, nothing)

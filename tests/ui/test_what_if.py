@@ -14,6 +14,7 @@ from dashboards import state
 from dashboards.parts.what_if import settings as asked
 from dashboards.parts.what_if.answer import figure_name, plain_text
 from dashboards.scenario import Scenario
+from dashboards.shelf import Shelf
 from dashboards.work import ask, plan
 from tests.support import write_rows
 from tests.unit.test_plan import rows
@@ -31,20 +32,24 @@ SLO = {"confidence_percent": 90.0, "tpot_s": 0.1, "classes": {"P0": {"attainment
 NAMED = Named(True, ("logs", "shop"), ("P0", "P1"), ("qwen3-8b",))
 
 
-def base(trace: Path) -> dict[str, Any]:
+def base(trace: str) -> dict[str, Any]:
     return {
-        "trace": str(trace), "policy": "stable", "model": "qwen3-8b", "gpus": ["h100-sxm"],
+        "trace": trace, "policy": "stable", "model": "qwen3-8b", "gpus": ["h100-sxm"],
         "tp": [1], "rows": 150, "draws": 1, "assume_output": 0, "seed": 0, "prices": None,
         "slo": SLO,
     }  # fmt: skip
 
 
 @pytest.fixture
-def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A short one, played in this process."""
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A short one, uploaded, and played in this process."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setattr("twin.plan.workload.WINDOW_LEAST_S", 2.0)
-    return write_rows(tmp_path / "t.parquet", rows(150)).path
+    return uploaded(write_rows(tmp_path / "t.parquet", rows(150)).path, tmp_path)
+
+
+def uploaded(path: Path, tmp_path: Path) -> str:
+    return Shelf(tmp_path / "ui" / "uploads").add_trace(path.name, path.read_bytes()).name
 
 
 def folder_of(tmp_path: Path) -> Path:
@@ -54,11 +59,12 @@ def folder_of(tmp_path: Path) -> Path:
 
 
 def same_from_the_command_line(
-    words: list[str], trace: Path, folder: Path, tmp_path: Path
+    words: list[str], trace: str, folder: Path, tmp_path: Path
 ) -> dict[str, Any]:
     """What the command writes, given the files that the work wrote."""
     out = tmp_path / "cli.json"
-    given = ["--trace", str(trace), "--slo", str(folder / plan.SLO), "--gpus", "h100-sxm",
+    path = Shelf(tmp_path / "ui" / "uploads").path_of(trace)
+    given = ["--trace", str(path), "--slo", str(folder / plan.SLO), "--gpus", "h100-sxm",
              "--rows", "150", "--draws", "1", "--jobs", "1", "--quiet",
              "--out", str(out)]  # fmt: skip
     result = CliRunner().invoke(command, [*words, *given])
@@ -66,7 +72,7 @@ def same_from_the_command_line(
     return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
-def test_an_answer_is_what_the_command_line_says(trace: Path, tmp_path: Path) -> None:
+def test_an_answer_is_what_the_command_line_says(trace: str, tmp_path: Path) -> None:
     folder, said = folder_of(tmp_path), []
     request = {"question": "cost", "parameters": {}, "have": 2, **base(trace)}
     ask.run(request, folder, lambda share, text: said.append(text))
@@ -78,7 +84,7 @@ def test_an_answer_is_what_the_command_line_says(trace: Path, tmp_path: Path) ->
     assert said[0] == "Reading the trace"
 
 
-def test_a_plan_is_what_the_command_line_says(trace: Path, tmp_path: Path) -> None:
+def test_a_plan_is_what_the_command_line_says(trace: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     request = {"growths": [1.0], "faults": ["none"], **base(trace)}
     plan.run(request, folder, lambda share, text: None)
@@ -185,7 +191,7 @@ def test_a_trace_without_users_is_told_before_it_is_asked(
     bare = write_rows(tmp_path / "bare.parquet", rows(40, user_id=None, business_line=None)).path
     for name in ("users", "shed"):
         asks = msgspec.json.encode({"question": name}).decode()
-        page = app("what_if", {"trace": [str(bare)], "what_if": [asks]})
+        page = app("what_if", {"trace": [uploaded(bare, tmp_path)], "what_if": [asks]})
         assert not page.exception
         assert page.button(key="ask_run").disabled
         assert page.warning

@@ -11,6 +11,7 @@ from controller.deployment.asking import packed, request_of
 from dashboards.admin import Admin, AdminError
 from dashboards.parts.live.door import sentence
 from dashboards.parts.live.tables import HASH_SHOWN
+from dashboards.parts.plain import complain
 from dashboards.state import t
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _roll_back(door: Door) -> None:
     try:
         running, rows = door.admin.current(), door.admin.deployments()
     except AdminError as error:
-        st.error(sentence(error))
+        complain(sentence(error))
         return
     st.write(_what_back(running))
     with st.form("rollback_form", clear_on_submit=True, border=False):

@@ -13,6 +13,7 @@ import streamlit as st
 from dashboards import state
 from dashboards.parts.live.html import Html, badge, joined, muted, table
 from dashboards.parts.live.tables import HASH_SHOWN, span
+from dashboards.parts.plain import complain
 from dashboards.state import said, t
 from policy.evidence import (
     AGE_S_MOST,
@@ -71,7 +72,7 @@ def choose() -> Read | None:
     try:
         return read(papers)
     except (FileError, EvidenceError) as error:
-        st.error(str(error))
+        complain(error)
         return None
 
 

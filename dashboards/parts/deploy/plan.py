@@ -11,6 +11,7 @@ from controller.deployment.papers import Refusal
 from controller.deployment.plans import plan_of
 from dashboards.parts.live.html import Html, html_of, joined, muted, strong
 from dashboards.parts.live.tables import span
+from dashboards.parts.plain import complain
 from dashboards.state import colours, said, t
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def choose(evidence: Evidence | None) -> dict[str, Any] | None:
         plan = plan_of(given, evidence)
     except Refusal as refusal:
         for reason in refusal.reasons:
-            st.error(reason)
+            complain(reason)
         return None
     st.html(timeline(plan.stages))
     return given

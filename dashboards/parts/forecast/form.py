@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from dashboards import state
+from dashboards.parts.plain import complain
 from dashboards.shelf import label
 from dashboards.state import t
 from dashboards.work.forecast import EXAMPLE, RATES
@@ -147,7 +148,7 @@ def _upload(kept: dict[str, Any]) -> None:
         st.session_state.forecast_uploaded = given.file_id
         wrong = _keep(given.name, given.getvalue(), kept)
         if wrong:
-            st.error(wrong)
+            complain(wrong)
             return
         st.session_state.pop("forecast_source", None)
         st.rerun(scope="app")

@@ -11,6 +11,7 @@ from dashboards.admin import AdminError
 from dashboards.parts.live.door import Door, complain
 from dashboards.parts.live.html import table
 from dashboards.parts.live.tables import clock
+from dashboards.parts.plain import plain_text
 from dashboards.state import said, t
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def draw(answer: Answer) -> None:
     try:
         value = msgspec.json.decode(answer.body)
     except msgspec.MsgspecError as error:
-        st.error(str(error))
+        st.error(plain_text(str(error)))
         return
     _value(value)
 

@@ -21,6 +21,7 @@ from dashboards.parts.live.predicted import (
     predicted_chart,
     remember,
 )
+from dashboards.parts.plain import plain_text
 from dashboards.state import said, t
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _under(panel: str, status: Status, age_s: float, more: str = "") -> None:
     if reasons:
         with st.container(key=f"why_empty_{panel}"):
             for reason in reasons:
-                st.info(reason, icon=":material/help:")
+                st.info(plain_text(reason), icon=":material/help:")
     age = t("live.age", s=f"{age_s:.1f}")
     st.caption(f"{age} · {more}" if more else age)
 

@@ -28,7 +28,7 @@ def requests_view(job: Job, about: dict[str, Any]) -> None:
     labels: list[str] = about["labels"]
     left, right = st.columns([1, 1])
     label = left.segmented_control(
-        t("replay.policy"), labels, default=labels[-1], key="requests_policy",
+        t("replay.policy"), labels, default=labels[0], key="requests_policy",
         label_visibility="collapsed", required=True,
     )  # fmt: skip
     metric = right.segmented_control(

@@ -10,6 +10,7 @@ import streamlit as st
 from dashboards import state
 from dashboards.parts.charts import show_chart
 from dashboards.parts.job_panel import job_panel
+from dashboards.parts.plain import complain
 from dashboards.state import t
 from policy.files import FileError
 from traces import Trace, TraceError, open_trace
@@ -30,7 +31,7 @@ def opened(scenario: Scenario) -> Trace | None:
     try:
         return open_trace(state.shelf().path_of(scenario.trace))
     except (TraceError, FileError) as error:
-        st.error(str(error))
+        complain(error)
         return None
 
 
@@ -39,7 +40,7 @@ def trace_section(scenario: Scenario, trace: Trace) -> None:
     try:
         description = _described(scenario.trace, trace)
     except TraceError as error:
-        st.error(str(error))
+        complain(error)
         return
     if description is not None:
         with st.container(key="replay_trace"):

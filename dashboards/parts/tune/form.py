@@ -11,6 +11,7 @@ import msgspec
 import streamlit as st
 
 from dashboards import state
+from dashboards.parts.plain import complain
 from dashboards.scenario import Kind, Scenario
 from dashboards.shelf import label
 from dashboards.state import t
@@ -39,6 +40,10 @@ WIDTHS = (4.6, 2.2, 2.2, 1.2)
 """Of a parameter's row: its key, from, to, log."""
 
 
+UNUSABLE = (FileError, TraceError, TuneError)
+"""Why what was asked once cannot be asked now."""
+
+
 def basis_of(scenario: Scenario) -> dict[str, Any]:
     """What of the scenario decides a tuning."""
     return {name: getattr(scenario, name) for name in SCENARIO_FIELDS} | {
@@ -53,13 +58,22 @@ def form() -> dict[str, Any]:
         basis = basis_of(state.scenario())
         last = (job.request for job in state.jobs().recent("tune"))
         found = next((asked for asked in last if basis.items() <= asked.items()), None)
-        st.session_state[FORM] = _usual() if found is None else _of_request(found)
+        try:
+            filled = _usual() if found is None else _of_request(found)
+        except UNUSABLE:  # its policy is not kept any more, or has other keys by now
+            filled = _usual()
+        st.session_state[FORM] = filled
     kept: dict[str, Any] = st.session_state[FORM]
     return kept
 
 
 def open_job(request: dict[str, Any]) -> None:
     """Show what was asked: in this form, and in the scenario's. As a callback."""
+    try:
+        asked = _of_request(request)
+    except UNUSABLE as error:
+        complain(error)
+        return
     now = state.scenario()
     state.set_scenario(
         msgspec.structs.replace(
@@ -68,7 +82,7 @@ def open_job(request: dict[str, Any]) -> None:
         )
     )  # fmt: skip
     st.session_state.pop("form_trace", None)  # the scenario's form is filled anew
-    _adopt(_of_request(request))
+    _adopt(asked)
 
 
 def tune_form(
@@ -181,7 +195,7 @@ def _parent(kept: dict[str, Any]) -> Parameters | None:
     try:
         parent = load_policy(state.shelf().path_of(kept["parent"]))
     except (FileError, TraceError) as error:
-        st.error(str(error))
+        complain(error)
         return None
     if parent.discipline == "fifo":
         st.warning(t("tune.fifo"))
@@ -325,7 +339,7 @@ def _files(kept: dict[str, Any]) -> None:
             new = dict(kept)
             _take_space(new, raw)
         except (FileError, TraceError, UnicodeDecodeError) as error:
-            st.error(str(error))
+            complain(error)
             return
         st.session_state.tune_uploaded = given.file_id
         _adopt(new)

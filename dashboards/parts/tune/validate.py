@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import streamlit as st
 
 from dashboards import state
 from dashboards.parts.job_panel import job_panel
+from dashboards.parts.plain import complain, plain_text
 from dashboards.shelf import label
 from dashboards.state import said, t
 from dashboards.work.validate import EVIDENCE
@@ -51,10 +53,11 @@ def validate_panel(policy: str, against: str) -> None:
     )  # fmt: skip
     wrong = _same(policy, kept["against"])
     if wrong:
-        st.info(wrong)
+        st.info(plain_text(wrong))
     request = request_of(policy, kept["against"], quick=kept["quick"])
     if not request["signed"]:
         st.caption(t("tune.unsigned", variable=KEY_VARIABLE))
+    st.caption(t("tune.what_counts"))
     job = job_panel("validate", request, label=t("tune.validate"), key="validate")
     with st.expander(t("tune.command")):
         st.code(command(request), language="bash", wrap_lines=True)
@@ -68,8 +71,14 @@ def request_of(policy: str, against: str, *, quick: bool) -> dict[str, Any]:
     return {
         "policy": policy, "against": against, "traces": [scenario.trace],
         "fleet": [[kind.profile, kind.replicas] for kind in scenario.fleet], "quick": quick,
-        "seeds": 0, "signed": bool(os.environ.get(KEY_VARIABLE)), "jobs": 0, "trace_s": 0.0,
+        "seeds": 0, "signed": _key_print(), "jobs": 0, "trace_s": 0.0,
     }  # fmt: skip
+
+
+def _key_print() -> str:
+    """Tells the deploy key that signs from another one; empty: nothing signs."""
+    path = os.environ.get(KEY_VARIABLE, "")
+    return sha256(Path(path).read_bytes()).hexdigest()[:8] if path else ""
 
 
 def command(request: dict[str, Any]) -> str:
@@ -91,7 +100,7 @@ def gates(job: Job) -> None:
     try:
         evidence = _evidence(str(job.folder / EVIDENCE), job.ended_s)
     except (OSError, EvidenceError) as error:
-        st.error(str(error))
+        complain(error)
         return
     with st.container(key="gates"):
         failing = [gate for gate in evidence.gates if not gate.holds]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from dashboards.parts.plain import plain_text
 from dashboards.parts.what_if import settings as asked
 from dashboards.state import language, said, t
 from dashboards.work.ask import ANSWER
@@ -30,7 +30,6 @@ FIGURES = (
     "attainment_as_is", "attainment_buffered", "attainment_without", "points", "gain",
     "overflow_usd",
 )  # fmt: skip
-_MARKS = re.compile(r"([\\`*_\[\]~$#<>|:])")
 
 
 def answer(job: Job) -> None:
@@ -171,11 +170,6 @@ def figure_name(name: str) -> str:
     else:
         text = t(f"what_if.figure.{base}") if base in FIGURES else base
     return plain_text(" ".join(part for part in (machine, text, group) if part))
-
-
-def plain_text(text: str) -> str:
-    """As it stands: none of its characters is Markdown."""
-    return _MARKS.sub(r"\\\1", text)
 
 
 def _value(one: Any) -> str:

@@ -10,8 +10,9 @@ import streamlit as st
 from dashboards import state
 from dashboards.jobs import JobsError
 from dashboards.parts.charts import show_chart
+from dashboards.parts.plain import plain_text
 from dashboards.parts.what_if import settings as asked
-from dashboards.parts.what_if.answer import badge, figure_name, plain_text, read, word
+from dashboards.parts.what_if.answer import badge, figure_name, read, word
 from dashboards.parts.what_if.plan import cheapest, classes
 from dashboards.state import t
 from dashboards.work.ask import ANSWER

@@ -26,6 +26,7 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 from controller import demo
 from dashboards.jobs import Jobs
 from dashboards.scenario import Scenario, to_query
+from dashboards.shelf import Shelf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,6 +107,10 @@ class App:
     url: str
     data: Path
     process: subprocess.Popen[bytes]
+
+    def keep(self, path: Path) -> str:
+        """Put a trace among its uploads; gives the upload's name."""
+        return Shelf(self.data / "uploads").add_trace(path.name, path.read_bytes()).name
 
     @property
     def jobs(self) -> Jobs:

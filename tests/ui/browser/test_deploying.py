@@ -89,7 +89,9 @@ def test_tuned_validated_deployed_and_taken_back(
     token, before = controller.token, asked(controller, "/status")["policy"]
     history = deployments(controller)
     fleet = (Kind("h100-sxm/qwen3-8b", 2),)
-    look.open("tune", Scenario(trace=str(trace_of(1_000)), fleet=fleet, policies=("stable",)))
+    look.open(
+        "tune", Scenario(trace=look.app.keep(trace_of(1_000)), fleet=fleet, policies=("stable",))
+    )
     look.choose("tune_group", words.text("tune.group.placement", "en"))
     look.idle()
     look.fill("tune_trials", str(TRIALS))

@@ -66,7 +66,7 @@ def test_a_click_is_taken_while_the_trace_is_read(
     """That ends by drawing the page anew."""
     for number in range(3):
         path = shutil.copyfile(trace_of(25_000), tmp_path / f"never-read-{number}.parquet")
-        asked = Scenario(trace=str(path), policies=("fifo",))
+        asked = Scenario(trace=app.keep(path), policies=("fifo",))
         look.page.goto(look.app.link("replay", asked))
         look.key("job_replay").locator("button").click()
         look.page.wait_for_selector(".st-key-cancel_replay, .st-key-replay_results")
@@ -98,7 +98,7 @@ def test_a_bad_link_is_a_sentence(look: Look) -> None:
 def test_a_job_outlives_a_reload_and_other_pages(
     look: Look, app: App, trace_of: Callable[[int], Path]
 ) -> None:
-    look.open("replay", Scenario(trace=str(trace_of(20_000)), policies=("fifo",)))
+    look.open("replay", Scenario(trace=app.keep(trace_of(20_000)), policies=("fifo",)))
     look.click("job_replay")
     look.key("cancel_replay").wait_for()
     number = next(job.id for job in app.jobs.recent("replay") if job.open)

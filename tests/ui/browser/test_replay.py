@@ -203,7 +203,7 @@ def test_ten_thousand_requests_are_drawn(
 ) -> None:  # fmt: skip
     path = tmp_path / "ten.parquet"
     pq.write_table(pq.read_table(trace_of(11_000)).slice(0, DRAWN), path)
-    asked = Scenario(trace=str(path), policies=("stable",))
+    asked = Scenario(trace=app.keep(path), policies=("stable",))
     look.open("replay", asked).play(PLAYED_MS)
     look.choose("replay_view", "Requests")
     drawn = """() => {

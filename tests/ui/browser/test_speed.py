@@ -34,7 +34,7 @@ def test_widgets_answer_while_a_job_runs(
 ) -> None:  # fmt: skip
     with looking(browser, app) as look:  # a result to look at meanwhile
         look.open().play(300_000)
-    path = trace_of(ROWS)
+    trace = app.keep(trace_of(ROWS))
     took: dict[str, list[float]] = {"replay": [], "what-if": [], "tune": []}
     use = {"replay": on_replay, "what-if": on_what_if, "tune": on_tune}
     number, begun = "", 0
@@ -43,7 +43,7 @@ def test_widgets_answer_while_a_job_runs(
             for page, clicks in use.items():
                 if not number or not app.jobs.get(number).open:
                     begun += 1
-                    number = begin(runner, Scenario(trace=str(path), policies=LONG, seed=begun))
+                    number = begin(runner, Scenario(trace=trace, policies=LONG, seed=begun))
                 some = clicks(look)
                 if app.jobs.get(number).open:  # it ran all the while
                     took[page] += some
@@ -126,7 +126,7 @@ def on_tune(look: Look) -> list[float]:
 def test_cancel_frees_the_workers(
     look: Look, app: App, trace_of: Callable[[int], Path], measured: Callable[[Figure], None]
 ) -> None:
-    look.open("tune", Scenario(trace=str(trace_of(20_000)), policies=("stable",)))
+    look.open("tune", Scenario(trace=app.keep(trace_of(20_000)), policies=("stable",)))
     look.fill("tune_trials", "500")
     look.idle()
     took, sizes = [], []
