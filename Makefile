@@ -31,9 +31,10 @@ test: .venv/dev
 test-live: .venv/dev
 	$(BIN)/pytest -m live tests/live
 
-# The app in a real browser, and its figures: Debian's chromium, or the one of TWINKEEL_CHROMIUM.
+# The app in a real browser, and its figures: about twenty minutes on two cores. Debian's chromium, or
+# the one of TWINKEEL_CHROMIUM; TESTS are some of its files.
 test-ui: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m ui tests/ui/browser
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m ui $(or $(TESTS:%=tests/ui/browser/test_%.py),tests/ui/browser)
 
 check: .venv/dev
 	$(BIN)/ruff check .
