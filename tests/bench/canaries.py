@@ -94,7 +94,8 @@ def figures_of(runs: dict[str, list[Played]]) -> list[Figure]:
     if bad := [run for kind in KINDS[1:] for run in runs.get(kind, [])]:
         value = max(hurt(run) for run in bad)
         raw = max(run.raw_misses for run in bad)
-        how = f"{len(bad)} runs of bad5x and bad20x (all misses: {raw})"
+        played_kinds = " and ".join(kind for kind in KINDS[1:] if runs.get(kind))
+        how = f"{len(bad)} runs of {played_kinds} (all misses: {raw})"
         figures.append(Figure("bad_hurt_max", value, "requests", "<= 50", how))
     return figures
 
