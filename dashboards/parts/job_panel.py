@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from dashboards.jobs import Job
 
+RESUMED = frozenset(["tune"])
+"""Kinds that go on where they were; others begin anew."""
 POLL_S = 0.5
 ASKED_S = 10.0
 """A click is for the panel that is drawn next, not for one that is drawn much later."""
@@ -48,7 +50,7 @@ def job_panel(
                 _ended_badly(job)
             text = label or t("jobs.run")
             if job is not None and job.state in ("cancelled", "died"):
-                text = t("jobs.resume")
+                text = t("jobs.resume" if kind in RESUMED else "jobs.again")
             st.button(
                 text, type="primary", key=button or f"job_{key}", disabled=disabled,
                 on_click=_ask, args=(key,),
