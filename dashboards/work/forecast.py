@@ -11,6 +11,7 @@ import msgspec
 
 from dashboards.shelf import Shelf, label
 from traces.store import resolve_path
+from twin.report.files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,7 +143,6 @@ def _plain(
         "tokens": "tokens" in (series.name, asked.what if asked.source.endswith(RATES) else ""),
         "days": len(series) * day,
         "held_day": float((trial.origins[0] + 1) * day),
-        "first_day": series.start_s % 86_400 / 86_400,
         "day": _list(np.array([
             (at + min(at + size, len(series))) / 2 * day for at in range(0, len(series), size)
         ])),
@@ -173,6 +173,4 @@ def _list(values: Any) -> list[float | None]:
 
 def write_result(path: Path, value: Any) -> None:
     """Whole or not at all."""
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
-    scratch.replace(path)
+    write_whole(path, json.dumps(value, allow_nan=False))

@@ -18,6 +18,7 @@ from dashboards.shelf import Shelf, label
 from policy.files import load_policy
 from twin.fleet import fleet_of
 from twin.replay import ReplayOptions
+from twin.report.files import write_whole
 from twin.summary import Slo
 from twin.tune.asking import policy_text, study_in, trace_works
 from twin.tune.objectives import goals_of
@@ -178,6 +179,4 @@ def _finite(value: float) -> float | None:
 
 def _write(path: Path, value: Any) -> None:
     """Whole or not at all: a page reads it meanwhile."""
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
-    scratch.replace(path)
+    write_whole(path, json.dumps(value, allow_nan=False))

@@ -93,10 +93,12 @@ def worth_chart(result: dict[str, Any]) -> Chart:
         traces.append({
             "type": "scatter", "mode": "lines+markers", "name": said(name),
             "x": [row["gpu_hours"] for row in rows],
+            # A log axis has no 0: none is drawn as half a one, and told as none.
             "y": [100 * max(row["missed"], 0.5) / row["offered"] for row in rows],
             "line": {"color": COLOURS[name], "width": 3 if name == "forecaster" else 1.6},
-            "customdata": [row["setting"] for row in rows],
-            "hovertemplate": f"{said(name)} %{{customdata}} ‰: %{{x:.3g}} h, %{{y:.2g}} %"
+            "customdata": [[row["setting"], 100 * row["missed"] / row["offered"]] for row in rows],
+            "hovertemplate": f"{said(name)} %{{customdata[0]}} ‰: %{{x:.3g}} h,"
+            " %{customdata[1]:.2g} %"
             "<extra></extra>",
         })  # fmt: skip
     layout = {
