@@ -96,4 +96,5 @@ def _line(rates: Array, seen: float, seen_share: float, unit: int) -> tuple[int,
     known = seen if math.isfinite(seen) else first
     now = (1 - seen_share) * first + seen_share * known
     values = (now, *rates, rates[-1])
-    return tuple(min(max(round(float(value) * unit), 0), COUNT_MOST) for value in values)
+    bounded = (min(max(float(value), 0.0), float(COUNT_MOST)) for value in values)
+    return tuple(min(round(value * unit), COUNT_MOST) for value in bounded)

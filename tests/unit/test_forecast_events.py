@@ -88,6 +88,8 @@ def test_it_is_always_one_that_the_policy_can_take(
 
 def test_more_than_can_be_is_the_most_that_can_be() -> None:
     assert told(1e300, horizons=(1,)).requests_p90[-1] == COUNT_MOST
+    rates = np.full((1, len(QUANTILES)), 1e306)  # a thousand times that is no number
+    assert forecasted(600.0, (1,), rates, rates).requests_p90[-1] == COUNT_MOST
 
 
 @pytest.mark.parametrize(
