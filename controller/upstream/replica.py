@@ -25,8 +25,8 @@ class Replica:
     """One server. Its numbers are kept by whoever finds them out; nothing is decided here."""
 
     __slots__ = (
-        "_urls", "attempts", "cost", "handling_ns", "id", "lacks", "name", "network_ns", "session",
-        "spec", "streams", "tokens", "up", "upstream", "url",
+        "_urls", "attempts", "cost", "handling_ns", "held", "id", "lacks", "name", "network_ns",
+        "session", "spec", "streams", "tokens", "up", "upstream", "url",
     )  # fmt: skip
 
     def __init__(self, id: int, upstream: Upstream, session: aiohttp.ClientSession) -> None:
@@ -39,6 +39,8 @@ class Replica:
         """Parsed once."""
         self.up = False
         """``ReplicaUp`` was fed, and no ``ReplicaDown`` since."""
+        self.held = False
+        """Its fleet keeps it back: nobody looks for it, and it is not up."""
         self.spec: ReplicaUp | None = None
         """What was last said of it."""
         self.cost: StepCost | None = None
@@ -57,6 +59,11 @@ class Replica:
 
         self.lacks: tuple[str, ...] = ()
         """Metrics that its page, as last read, should have and has not."""
+
+    def move(self, url: str) -> None:
+        """What runs in its place is at another address from now on. It must not be up."""
+        self.url = url.rstrip("/")
+        self._urls.clear()
 
     def handled(self, ns: int) -> None:
         """A stream's headers came after that long."""

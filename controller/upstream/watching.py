@@ -102,6 +102,19 @@ class Watcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def hold(self, replica: Replica, reason: str) -> None:
+        """Nothing new goes there, and nobody looks for it; if it was up, it is down from now on."""
+        replica.held = True
+        if replica.up:
+            self._down(replica, reason)
+
+    def release(self, replica: Replica) -> None:
+        """Look for it at once, and say so when it is up."""
+        replica.held = False
+        watch = self._watches.get(replica.id)
+        if watch is not None:
+            watch.wake.set()
+
     def suspect(self, replica: Replica) -> None:
         """A connection to it failed: look at once."""
         watch = self._watches.get(replica.id)
@@ -132,7 +145,8 @@ class Watcher:
     async def _step(self, replica: Replica, watch: _Watch) -> float:
         """Look at it once; how long to wait before the next look, in seconds."""
         if not replica.up:
-            await self._find(replica, watch)
+            if not replica.held:
+                await self._find(replica, watch)
         elif watch.restarted:
             self._down(replica, "restarted")
             return 0.0
@@ -156,7 +170,7 @@ class Watcher:
         watch.level = logging.NOTSET
         for _ in range(PINGS_AT_FIRST):
             await self._ping(replica, watch)
-        if not watch.refused:
+        if not watch.refused and not replica.held:
             self._up(replica, up, cost)
 
     def _up(self, replica: Replica, up: ReplicaUp, cost: StepCost) -> None:
@@ -178,6 +192,8 @@ class Watcher:
 
     async def _look(self, replica: Replica, watch: _Watch) -> None:
         reason = await self._ping(replica, watch)
+        if not replica.up:  # its fleet took it away meanwhile
+            return
         if watch.refused >= 2:
             self._down(replica, reason)
             watch.refused = 0

@@ -1,0 +1,1 @@
+"""Drills: something is broken on purpose, and what becomes of it is measured."""
