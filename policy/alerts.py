@@ -52,6 +52,10 @@ class Alerts:
             return ()
         return (Alert(key, cause, figures, action),)
 
+    def forget(self, key: str) -> None:
+        """What is raised under this key from now on is another trouble than before."""
+        self._raised.pop(key, None)
+
     def ticked(self, now_ns: int) -> Sequence[Decision]:
         return ()
 

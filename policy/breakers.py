@@ -243,6 +243,14 @@ class Breakers:
         """The keys of the breakers that are not closed, by rule and key."""
         return [self._rules[key[0]].label(key) for key in sorted(self._not_closed)]
 
+    def about(self, label: str) -> tuple[str, str]:
+        """The model and the version that the breaker of this label, which is not closed, is about;
+        empty where it is not by them."""
+        for key in self._not_closed:
+            if self._rules[key[0]].label(key) == label:
+                return key[1], key[2]
+        return "", ""
+
     def _verdict(self, breaker: Breaker, kind: str, confidence_permille: int) -> bool | None:
         """Was it a failure, to this breaker? None: neutral."""
         rule = self._rules[breaker.key[0]]
@@ -251,6 +259,21 @@ class Breakers:
         if not rule.doubtful_below:
             return False
         return confidence_permille < rule.doubtful_below if confidence_permille >= 0 else None
+
+    def forgive(self, now_ns: int, model: str) -> Sequence[Decision]:
+        """Another version of the model serves from now on: what is counted of the model, and not
+        by version, says nothing about it."""
+        moved: tuple[Decision, ...] = ()
+        for table in self._tables:
+            for key in sorted(table):
+                if key[1] != model or key[2]:
+                    continue
+                breaker = table[key]
+                if breaker.phase != "closed":
+                    moved += (self._close(now_ns, breaker, "rollback"),)
+                breaker.bad = breaker.total = breaker.run = 0
+                breaker.past.clear()
+        return moved
 
     # Closed: counting
 

@@ -70,6 +70,10 @@ class Machine(msgspec.Struct, array_like=True, gc=False):
     managed: bool = False
     """It was a standby once, so it may be stopped: it can be started again."""
     started_ns: int = 0
+    domain: str = ""
+    """What fails together with it; empty: the replica alone."""
+    stands_for: int = -1
+    """The replica, never given up, whose place it took; -1: none."""
 
 
 class Pool(msgspec.Struct, array_like=True):
@@ -133,6 +137,8 @@ class Capacity:
         machine.state = STANDBY
         machine.start_ns = max(event.start_ns, machine.start_ns)
         machine.managed = True
+        machine.stands_for = -1
+        machine.domain = event.domain
 
     def up(self, now_ns: int, spec: ReplicaUp) -> None:
         """A replica can take work, whoever started it."""
@@ -142,10 +148,30 @@ class Capacity:
         if machine.state == STARTING:
             machine.start_ns = max(machine.start_ns, now_ns - machine.started_ns)
         machine.state = UP
+        machine.domain = spec.domain
+
+    def back(self, replica: int) -> None:
+        """A replica that was lost, and not ended, answers again: who stands for it may go."""
+        machine = self._machines.get(replica)
+        if machine is None or machine.state != AWAY:
+            return
+        machine.state = UP
+        for other in self._machines.values():
+            if other.stands_for == replica:
+                other.managed = True
+                other.stands_for = -1
 
     def down(self, now_ns: int, replica: int) -> None:
         """A replica is gone; the next loop makes up for it if it is needed."""
         self.taken(now_ns, replica)
+
+    def succeed(self, coming: int, leaving: int) -> None:
+        """A rollout puts one replica in another's place: if that was never given up, it is not
+        either."""
+        new, old = self._machines.get(coming), self._machines.get(leaving)
+        if new is not None and old is not None:
+            new.managed, old.managed = old.managed, new.managed
+            new.stands_for, old.stands_for = old.stands_for, new.stands_for
 
     def taken(self, now_ns: int, replica: int) -> None:
         """Another mechanism starts or stops this replica: it is left alone until it is a standby
@@ -154,21 +180,30 @@ class Capacity:
         if machine is not None:
             machine.state = AWAY
 
-    def lost(self, now_ns: int, replica: int) -> Sequence[Decision]:
-        """A running replica is out for good: a standby replaces it at once, unless fewer would do.
-        Who takes the place of a replica that is never given up is not given up either."""
+    def lost(self, now_ns: int, replica: int, card: bool = False) -> Sequence[Decision]:
+        """A running replica is out for good, or one that was started does not come up: a standby
+        replaces it at once, unless fewer would do. Who takes the place of a replica that is never
+        given up is not given up either.
+
+        Args:
+            card: its card broke: a standby on another one goes first.
+        """
         machine = self._machines.get(replica)
-        if machine is None or machine.state not in (UP, DRAINING):
+        if machine is None or machine.state not in (STARTING, UP, DRAINING):
             return ()
         pool = self._pool(machine.pool)
         have = self._have(machine.pool)
         kept = sum(not other.managed for other in self._in(machine.pool, UP))
+        kept += machine.state == STARTING and not machine.managed
         machine.state = AWAY
         wanted = min(have, max(pool.desired, kept)) if pool.desired else have
-        decisions = self._grow(now_ns, pool.name, wanted - self._have(pool.name))
+        missing = wanted - self._have(pool.name)
+        decisions = self._grow(now_ns, pool.name, missing, machine.domain if card else "")
         if not machine.managed:
             for decision in decisions:
-                self._machines[decision.replica].managed = False
+                taking = self._machines[decision.replica]
+                taking.managed = False
+                taking.stands_for = replica if machine.stands_for < 0 else machine.stands_for
         return decisions
 
     def emptied(self, now_ns: int, replica: int) -> Sequence[Decision]:
@@ -374,13 +409,17 @@ class Capacity:
             return have
         return _ceil(total, section.hpa_target_permille)
 
-    def _grow(self, now_ns: int, pool: str, missing: int) -> list[Rotated | Start]:
-        """First those that were draining, then the standbys that start soonest."""
+    def _grow(
+        self, now_ns: int, pool: str, missing: int, broken: str = ""
+    ) -> list[Rotated | Start]:
+        """First those that were draining, then the standbys that start soonest; those on the card
+        of ``broken``, a failure domain, last of all."""
         decisions: list[Rotated | Start] = []
         for machine in self._in(pool, DRAINING)[: max(0, missing)]:
             machine.state = UP
             decisions.append(Rotated(machine.replica, "in", "needed"))
         standbys = sorted(self._in(pool, STANDBY), key=_soonest)
+        standbys.sort(key=lambda machine: share_card(machine.domain, broken))
         for machine in standbys[: max(0, missing - len(decisions))]:
             machine.state = STARTING
             machine.started_ns = now_ns
@@ -481,6 +520,18 @@ def _averaged(average: int, value: int, step_ms: int, memory_ms: int) -> int:
 
 def _ceil(value: int, divisor: int) -> int:
     return -(-value // divisor)
+
+
+def share_card(one: str, other: str) -> bool:
+    """Are two failure domains on one card? ``host0/card3/mig1`` and ``host0/card2+3`` are; what
+    names no card is as a whole one."""
+    if not (one and other):
+        return False
+    (host, *rest), (other_host, *other_rest) = one.split("/"), other.split("/")
+    if host != other_host or not (rest and other_rest):
+        return one == other
+    cards, others = (set(part[0].removeprefix("card").split("+")) for part in (rest, other_rest))
+    return not cards.isdisjoint(others)
 
 
 def _soonest(machine: Machine) -> tuple[int, int]:

@@ -111,7 +111,8 @@ RotationState = Literal["in", "ejected", "probing", "draining", "isolated"]
 
 class Rotated(msgspec.Struct, frozen=True, tag="rotated", array_like=True, gc=False):
     """A replica's place in the rotation changed. ``probing``: one request at a time may try it;
-    ``isolated``: it comes back only as a new ``ReplicaUp``."""
+    ``isolated``: its card is broken, or it is ``hung`` (``why``): whoever runs its process ends it.
+    It comes back as a new ``ReplicaUp``; one that hung and was not ended is also tried again."""
 
     replica: int
     state: RotationState

@@ -128,10 +128,12 @@ class ReplicaUp(msgspec.Struct, frozen=True, tag="up", array_like=True, gc=False
 
 
 class ReplicaDown(msgspec.Struct, frozen=True, tag="down", array_like=True, gc=False):
-    """A replica takes no more work; what it held is failed one by one."""
+    """A replica takes no more work; what it held is failed one by one. Of a standby, or one that is
+    starting: it cannot be started any more, until it is a ``Standby`` again."""
 
     replica: int
     reason: str
+    """Begins with ``gpu`` where its card is to blame."""
 
 
 class Scraped(msgspec.Struct, frozen=True, tag="scraped", array_like=True, gc=False):
@@ -259,7 +261,8 @@ class RolloutRequested(msgspec.Struct, frozen=True, tag="rollout", array_like=Tr
 
 
 class Warmed(msgspec.Struct, frozen=True, tag="warmed", array_like=True, gc=False):
-    """A replica has answered its warm-up requests: the answer to ``Warm``."""
+    """A replica has answered its warm-up requests: the answer to ``Warm``. Not ``ok`` where it was
+    started with a version and is not up: it will not come up."""
 
     replica: int
     version: str

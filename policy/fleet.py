@@ -29,14 +29,14 @@ from policy.events import (
     Warmed,
 )
 from policy.health import Health, HealthState
-from policy.rollout import Rollout, RolloutState
+from policy.rollout import ROLLED_BACK, Rollout, RolloutState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from policy.decisions import Decision
     from policy.events import Event
-    from policy.facts import Facts
+    from policy.facts import Facts, Open
     from policy.hosts import Host
     from policy.parameters import Parameters
     from policy.tiered import Tiered
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 NO_PENALTIES = (0, 0, 0)
 NO_DEATH = frozenset({"stopped", "controller_lost"})
 """Reasons for being down that need no replacement: it was meant, or it will say that it is up."""
+CARD_LOST = "gpu"
+"""What a reason for being down begins with where the card is to blame, such as ``gpu_lost``."""
 
 
 class FleetState(msgspec.Struct, array_like=True):
@@ -73,7 +75,7 @@ class Fleet:
     __slots__ = (
         "_facts", "_fleet_version", "_health_version", "_leader", "_queue", "_reserve_permille",
         "_stopping", "alerts", "attention", "capacity", "drift", "guests", "health", "looped_ns",
-        "rollout", "stuck",
+        "rolled_back", "rollout", "stuck",
     )  # fmt: skip
 
     def __init__(self, parameters: Parameters, facts: Facts, leader: Fleet | None = None) -> None:
@@ -82,7 +84,8 @@ class Fleet:
         self.guests: tuple[Tiered, ...] = ()
         """Queues of a candidate: what waits there is load, too."""
         self._reserve_permille = parameters.inflight.reserve_permille
-        self.health = Health(parameters.health) if parameters.health.enabled else None
+        section = parameters.health
+        self.health = Health(section, leads=leader is None) if section.enabled else None
         self.capacity: Capacity | None = None
         self.rollout: Rollout | None = None
         self.drift: Drift | None = None
@@ -93,6 +96,8 @@ class Fleet:
         """The rotation may have changed: ``rotate`` is due."""
         self.stuck: list[tuple[int, str]] = []
         """Replicas whose requests are to be moved, and the kind of failure."""
+        self.rolled_back: list[str] = []
+        """Models that another version serves again."""
         self.looped_ns = 0
         """When the load was last told to capacity."""
         self._stopping: set[int] = set()
@@ -104,6 +109,8 @@ class Fleet:
     def lead(self, parameters: Parameters) -> None:
         """Run the fleet, too, from now on: ``take_over`` tells what is known of it."""
         self._leader = None
+        if self.health is not None:
+            self.health.leads = True
         self.capacity = Capacity(parameters.capacity) if parameters.capacity.enabled else None
         self.rollout = Rollout(parameters.rollout) if parameters.rollout.enabled else None
         self.drift = Drift(parameters.drift) if parameters.drift.enabled else None
@@ -122,6 +129,7 @@ class Fleet:
                 due_ns = mechanism.deadline_ns()
                 if due_ns is not None and due_ns <= now_ns:
                     self.tell(now_ns, mechanism.ticked(now_ns), decisions)
+                    self.attention |= mechanism is self.rollout  # what was kept may go
         capacity, queue = self.capacity, self._queue
         if self._leader is not None:
             capacity = self._leader.capacity
@@ -144,10 +152,14 @@ class Fleet:
         elapsed_ns = max(1, now_ns - self.looped_ns)
         self.looped_ns = now_ns
         pools: dict[str, list[Host]] = {}
+        held: set[str] = set()
+        """Pools in the midst of a rollout: there are more replicas than there will be."""
         for number, host in sorted(queue.hosts.items()):
+            pool = pool_of(host.spec.models, host.spec.pooling)
             if host.replica.ready and number not in queue.gone:
-                spec = host.spec
-                pools.setdefault(pool_of(spec.models, spec.pooling), []).append(host)
+                pools.setdefault(pool, []).append(host)
+            if host.replica.ready and self.rollout is not None and self.rollout.holds(number):
+                held.add(pool)
         queued: dict[str, tuple[int, int]] = {}
         jobs = [(each, job) for each in (queue, *self.guests) for job in each.jobs.values()]
         for each, job in jobs:
@@ -158,7 +170,7 @@ class Fleet:
                 queued[pool] = (count + 1, work_ns + job.work_ns)
         seen: list[Seen] = []
         for pool, hosts in pools.items():
-            if self.rollout is not None and any(self.rollout.holds(host.number) for host in hosts):
+            if pool in held:
                 continue
             waiting, work_ns = queued.get(pool, (0, 0))
             in_flight = sum(host.replica.in_flight for host in hosts)
@@ -205,6 +217,8 @@ class Fleet:
         for decision in told:
             if isinstance(decision, Alert):  # a mechanism's own: told once, like all others
                 if self.alerts is not None:
+                    if decision.cause.startswith(ROLLED_BACK):
+                        self.alerts.forget(decision.key)
                     told_once = msgspec.structs.astuple(decision)
                     decisions += self.alerts.raised(now_ns, *told_once)
                 continue
@@ -227,13 +241,24 @@ class Fleet:
         if told:
             self.tell(now_ns, told, decisions)
             self.attention = True
+        rollout = self.rollout
+        if rollout is not None and (rollout.exchanged or rollout.undone):
+            for coming, leaving in rollout.exchanged:
+                if self.capacity is not None:
+                    self.capacity.succeed(coming, leaving)
+            self.rolled_back += rollout.undone
+            rollout.exchanged.clear()
+            rollout.undone.clear()
 
     def _scale(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
-        """Pass on what capacity decided; a rollout keeps its hands off what it started."""
+        """Pass on what capacity decided; a rollout keeps its hands off what it started, and says
+        with which version that is to come up."""
+        passed: Decisions = []
         for decision in told:
             if isinstance(decision, Start) and self.rollout is not None:
-                self.rollout.taken(decision.replica)
-        self.tell(now_ns, told, decisions)
+                decision = Start(decision.replica, self.rollout.taken(decision.replica))
+            passed.append(decision)
+        self.tell(now_ns, passed, decisions)
 
     def _rotated(self, now_ns: int, moved: Rotated, decisions: Decisions) -> None:
         host = self._queue.hosts.get(moved.replica)
@@ -241,27 +266,52 @@ class Fleet:
             health = self.health
             if moved.state != "probing" or health is None or not health.takes(moved.replica):
                 host.out = True
+        replica = moved.replica
         out = moved.state in ("ejected", "isolated")
+        answers = moved.state == "in" and moved.why == "probe_answered"
+        if answers and self.capacity is not None and replica not in self._stopping:
+            self.capacity.back(replica)  # it may have hung
         if moved.why == "backpressure" or not (out or moved.why == "silent"):
             return
-        replica = moved.replica
         known = self._facts.replicas.get(replica)
         figures = (("in_flight", 0 if known is None else known.in_flight),)
         cause = f"{moved.state}: {moved.why}" if out else "silent, and has to stay"
         self.alert(now_ns, f"replica {self._name(replica)}", cause, figures, decisions)
         if moved.state == "isolated":
-            self.stuck.append((replica, "replica_lost"))
+            hung = moved.why == "hung"
+            self.stuck.append((replica, "silent" if hung else "replica_lost"))
+            covered = self._covered(replica, card=not hung)
             if self.rollout is not None:
                 self._roll(now_ns, self.rollout.isolated(replica), decisions)
-            if self.capacity is not None:
-                self._scale(now_ns, self.capacity.lost(now_ns, replica), decisions)
+            self._lost(now_ns, replica, covered, not hung, decisions)
         elif moved.why == "silent":
             self.stuck.append((replica, "silent"))
+        if self.rollout is not None:
+            self._roll(now_ns, self.rollout.doubted(now_ns, replica, moved.why), decisions)
+
+    def _covered(self, replica: int, card: bool) -> bool:
+        """Does a rollout see to it that something takes the place of this replica, which is lost?
+        It says so as long as it has not heard of the loss."""
+        rollout = self.rollout
+        if rollout is None:
+            return False
+        return rollout.holds(replica) if card else rollout.covers(replica)
+
+    def _lost(
+        self, now_ns: int, replica: int, covered: bool, card: bool, decisions: Decisions
+    ) -> None:
+        """Let a standby take its place."""
+        if self.capacity is None:
+            return
+        if covered:
+            self.capacity.taken(now_ns, replica)
+        else:
+            self._scale(now_ns, self.capacity.lost(now_ns, replica, card), decisions)
 
     def _name(self, replica: int) -> str:
-        """For people, who know it by that."""
-        host = self._queue.hosts.get(replica)  # it knows those that just went down, too
-        return str(replica) if host is None else host.replica.spec.name
+        """For people, who know it by that; of one that is not up only the number is known."""
+        known = self._facts.replicas.get(replica)
+        return str(replica) if known is None else known.spec.name
 
     def alert(
         self,
@@ -356,6 +406,7 @@ class Fleet:
         if isinstance(event, Forecasted):
             check_forecast(event)
             self._queue.counting |= self.capacity is not None
+        name = self._name(event.replica) if isinstance(event, ReplicaDown) else ""
         if self._leader is None:  # which has folded it already
             self._facts.fleet(now_ns, event)
         decisions: Decisions = []
@@ -363,7 +414,7 @@ class Fleet:
             case ReplicaUp():
                 self._up(now_ns, event, decisions)
             case ReplicaDown():
-                self._down(now_ns, event, decisions)
+                self._down(now_ns, event, name, decisions)
             case Standby():
                 self._standby(now_ns, event, decisions)
             case GpuRead():
@@ -381,8 +432,9 @@ class Fleet:
                 self.capacity.forecast(now_ns, event)
             case RolloutRequested() if self.rollout is not None:
                 self._roll(now_ns, self.rollout.requested(now_ns, event), decisions)
-            case Warmed() if self.rollout is not None:
-                self._roll(now_ns, self.rollout.warmed(now_ns, event), decisions)
+                self.attention = True  # what was kept may go
+            case Warmed():
+                self._warmed(now_ns, event, decisions)
             case _:
                 pass
         return decisions
@@ -399,30 +451,63 @@ class Fleet:
             self._roll(now_ns, self.rollout.up(now_ns, event), decisions)
         self.attention = True
 
-    def _down(self, now_ns: int, event: ReplicaDown, decisions: Decisions) -> None:
+    def _down(self, now_ns: int, event: ReplicaDown, name: str, decisions: Decisions) -> None:
         self._stopping.discard(event.replica)
+        isolated = False
         if self.health is not None:
+            isolated = self.health.state_of(event.replica) == "isolated"
             self.health.down(now_ns, event.replica)
         if self.drift is not None:
             self.drift.renewed(event.replica)
         died = event.reason not in NO_DEATH
+        card = event.reason.startswith(CARD_LOST)
         if died:
-            key = f"replica {self._name(event.replica)}"
-            self.alert(now_ns, key, f"down: {event.reason}", (), decisions)
+            self.alert(now_ns, f"replica {name}", f"down: {event.reason}", (), decisions)
+            covered = self._covered(event.replica, card or isolated)
+            self._lost(now_ns, event.replica, covered, card, decisions)
         if self.capacity is not None:
-            if died:
-                self._scale(now_ns, self.capacity.lost(now_ns, event.replica), decisions)
             self.capacity.down(now_ns, event.replica)
         if self.rollout is not None:
-            self._roll(now_ns, self.rollout.down(now_ns, event.replica), decisions)
+            told = self.rollout.down(now_ns, event.replica, died, card or isolated)
+            self._roll(now_ns, told, decisions)
         self.attention = True
 
+    def let_back(self, now_ns: int, replica: int, opened: Open, decisions: Decisions) -> None:
+        """A request's connection to this replica broke. If nothing else is in rotation that could
+        serve it, and old replicas are kept, these are let back now: when the replica is said to
+        be down, it is too late for the request."""
+        rollout = self.rollout
+        if rollout is None or rollout.holds(replica) or not rollout.covers(replica):
+            return
+        asked, tried = opened.event, (*opened.tried, replica)
+        if all(host.number in tried for host in self._queue.serving(asked.model, asked)):
+            self._roll(now_ns, rollout.doubted(now_ns, replica, "replica_lost"), decisions)
+            self.rotate(now_ns, decisions)
+
+    def breaker_opened(
+        self, now_ns: int, model: str, version: str, moved: BreakerMoved, decisions: Decisions
+    ) -> None:
+        """A breaker of this model, and of this version if it is by version, opened."""
+        if self.rollout is not None:
+            figures = (("bad", moved.bad), ("total", moved.total))
+            told = self.rollout.breaker_opened(now_ns, model, version, figures)
+            self._roll(now_ns, told, decisions)
+
     def _standby(self, now_ns: int, event: Standby, decisions: Decisions) -> None:
+        if self.health is not None:
+            self.health.standby(event)
         if self.capacity is not None:
             self.capacity.standby(now_ns, event)
             self._queue.counting = True
         if self.rollout is not None:
             self._roll(now_ns, self.rollout.standby(now_ns, event), decisions)
+
+    def _warmed(self, now_ns: int, event: Warmed, decisions: Decisions) -> None:
+        if self.rollout is not None:
+            self._roll(now_ns, self.rollout.warmed(now_ns, event), decisions)
+        known = self._facts.replicas.get(event.replica)
+        if not event.ok and (known is None or not known.ready):  # it does not come up
+            self._lost(now_ns, event.replica, False, False, decisions)
 
     def _gpu_read(self, now_ns: int, event: GpuRead) -> None:
         host = self._queue.hosts.get(event.replica)
@@ -459,13 +544,14 @@ class Fleet:
         """Health begins anew with the replicas that are up."""
         if self.health is None:
             return
+        if before.health is not None:
+            self.health.know_standbys(before.health)
         for known in self._facts.replicas.values():
             if known.ready:
                 number = known.spec.replica
                 self.health.up(now_ns, known.spec)
-                if before.health is not None and before.health.state_of(number) == "isolated":
-                    # A broken card stays broken: it comes back as a new ReplicaUp.
-                    self.health.gpu_fault(now_ns, GpuFault(number, "ecc_uncorrectable"))
+                if before.health is not None:  # a broken card stays broken
+                    self.health.keep_out(now_ns, before.health, number)
 
     def follow(self, before: Fleet) -> None:
         """The hosts are known as ``before``, whose candidate this is, knows them."""

@@ -5,6 +5,13 @@ in flight and no sign of life. It is tried again after a while that doubles, by 
 time. At most a part of a pool is out at once. A broken GPU is *isolated*: at once, whatever its
 pool looks like, until the replica comes up anew. A replica that says it is full is only *paused*.
 
+One that stays silent when it is tried again, several times in a row, *hangs*: it is isolated, too,
+so that a standby takes its place, and whoever runs its process kills and restarts it. But if none
+of a pool can be reached, the network is broken and not they: what hangs, what was killed for that
+and is not back, and what is out for another reason are together no more than the part of a pool
+that may be out. The only one of a pool may hang, too, where a standby can take its place. Where
+nobody restarts it, it is tried again like one that is ejected.
+
 What says nothing about the replica (4xx, a client that went away) changes nothing and frees the
 slot of a probe.
 """
@@ -16,12 +23,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policy.decisions import ReadProgress, Rotated, RotationState
+from policy.events import GpuFault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from policy.decisions import Decision
-    from policy.events import ErrorKind, GpuFault, Progress, ReplicaUp
+    from policy.events import ErrorKind, Progress, ReplicaUp, Standby
     from policy.parameters.health import Health as Section
 
 NS_PER_MS = 1_000_000
@@ -31,13 +39,16 @@ FAULTS = frozenset({
 BROKEN = frozenset({"ecc_uncorrectable", "xid_fatal"})
 OPEN, ONE, SHUT = 0, 1, 2  # what a replica's gate lets in: anything, one probe, nothing
 DOUBLINGS_MOST = 32
+SILENCES_MOST = 1000  # no rule asks for more
+PoolKey = tuple[tuple[str, ...], bool]
+"""Models, and whether they are served for embeddings only."""
 
 
 class Watch(msgspec.Struct, array_like=True, gc=False):
     """What is known of one replica."""
 
     replica: int
-    pool: tuple[tuple[str, ...], bool]
+    pool: PoolKey
     """Models, and whether it serves embeddings only: peers are alike in both."""
     life_ns: int
     """Its last sign of life, or when its work began."""
@@ -80,6 +91,13 @@ class Watch(msgspec.Struct, array_like=True, gc=False):
     """When the first token of a request was predicted, by request, in order of dispatch."""
     streams: set[int] = set()
     """Requests that had their first token."""
+    silences: int = 0
+    """Ejections for silence in a row, without an answer between them."""
+
+    @property
+    def broken(self) -> bool:
+        """Its card is: it is not even tried again."""
+        return self.state == "isolated" and self.until_ns is None
 
     def restart(self, now_ns: int) -> None:
         """Judge it anew from now on."""
@@ -102,19 +120,26 @@ class HealthState(msgspec.Struct, array_like=True):
     compare_ns: int | None
     detected: int
     enforced: int
+    hung: list[tuple[int, PoolKey]] = []
+    standbys: list[tuple[int, PoolKey]] = []
 
 
 class Health:
-    """Watches every replica that is up. A replica that it does not know counts as healthy."""
+    """Watches every replica that is up. A replica that it does not know counts as healthy.
+
+    Args:
+        leads: it may say that a replica hangs, which ends its process. A candidate's may not.
+    """
 
     __slots__ = (
-        "_ask_ns", "_compare_ns", "_due_ns", "_grace_ns", "_half_ns", "_in_flight_max",
-        "_ratios_most", "_section", "_slack_ns", "_stall_ns", "_watches", "detected", "enforced",
-        "version",
+        "_ask_ns", "_compare_ns", "_due_ns", "_grace_ns", "_half_ns", "_hung", "_in_flight_max",
+        "_ratios_most", "_section", "_slack_ns", "_stall_ns", "_standbys", "_watches", "detected",
+        "enforced", "leads", "version",
     )  # fmt: skip
 
-    def __init__(self, section: Section) -> None:
+    def __init__(self, section: Section, leads: bool = True) -> None:
         self._section = section
+        self.leads = leads
         self._grace_ns = section.first_grace_ms * NS_PER_MS
         self._stall_ns = section.stall_ms * NS_PER_MS
         self._ask_ns = section.ask_ms * NS_PER_MS
@@ -123,6 +148,10 @@ class Health:
         self._ratios_most = section.slow_samples_most
         self._in_flight_max = section.in_flight_max
         self._watches: dict[int, Watch] = {}
+        self._hung: dict[int, PoolKey] = {}
+        """Replicas that hung and did not come back since, those that are down among them."""
+        self._standbys: dict[int, PoolKey] = {}
+        """Replicas that can be started, or are."""
         self._due_ns: int | None = None
         """No later than the next instant at which anything may be due."""
         self._compare_ns: int | None = None
@@ -159,9 +188,19 @@ class Health:
             turn_ns=now_ns, back_ns=now_ns,
         )  # fmt: skip
         self._watches = dict(sorted(self._watches.items()))
+        self._hung.pop(replica, None)
+        self._standbys.pop(replica, None)
         self.version += 1
 
+    def standby(self, event: Standby) -> None:
+        """It can be started: if it hung, that is over."""
+        self._hung.pop(event.replica, None)
+        if len(self._standbys) < self._section.replicas_max:
+            self._standbys[event.replica] = (event.models, event.pooling)
+            self._standbys = dict(sorted(self._standbys.items()))
+
     def down(self, now_ns: int, replica: int) -> None:
+        self._standbys.pop(replica, None)
         if self._watches.pop(replica, None) is not None:
             self.version += 1
 
@@ -206,6 +245,8 @@ class Health:
             watch.streams.discard(request)
         watch.life_ns = now_ns
         watch.failures = 0
+        if watch.silences and watch.gate == OPEN:
+            watch.silences = 0
         if now_ns - watch.turn_ns >= self._half_ns:
             self._turn(now_ns, watch)
         watch.total += 1
@@ -295,14 +336,32 @@ class Health:
 
     def gpu_fault(self, now_ns: int, event: GpuFault) -> Sequence[Decision]:
         watch = self._watches.get(event.replica)
-        if watch is None or event.kind not in BROKEN or watch.state == "isolated":
+        if watch is None or event.kind not in BROKEN or watch.broken:
             return ()
         self.detected += 1
         if not self._section.enforce:
             return ()
         self.enforced += 1
+        self._hung.pop(event.replica, None)
         self._shut(now_ns, watch, "isolated", None)
         return (Rotated(event.replica, "isolated", event.kind),)
+
+    def know_standbys(self, before: Health) -> None:
+        """Those that another policy's health knew."""
+        self._standbys = dict(list(before._standbys.items())[: self._section.replicas_max])
+
+    def keep_out(self, now_ns: int, before: Health, replica: int) -> None:
+        """What another policy's health has isolated stays so, as new as this one is."""
+        watch, known = self._watches.get(replica), before._watches.get(replica)
+        if watch is None or known is None or known.state != "isolated":
+            return
+        if known.broken:
+            self.gpu_fault(now_ns, GpuFault(replica, "ecc_uncorrectable"))
+        elif self._section.enforce:
+            watch.ejections, watch.silences = known.ejections, known.silences
+            self._hung[replica] = watch.pool
+            self._hung = dict(sorted(self._hung.items()))
+            self._shut(now_ns, watch, "isolated", known.until_ns)
 
     # Time
 
@@ -331,7 +390,7 @@ class Health:
         """Its gate may be due, its progress to be read, or its silence to be noticed."""
         if watch.until_ns is not None and watch.until_ns <= now_ns:
             self._free(watch)
-            if watch.state == "ejected":
+            if watch.state in ("ejected", "isolated"):
                 watch.state = "probing"
                 decisions.append(Rotated(watch.replica, "probing", "retry"))
         if not (watch.waiting or watch.streams):
@@ -436,20 +495,36 @@ class Health:
         out = sum(peer.state != "in" for peer in peers)
         allowed = (out + 1) * 1000 <= self._section.ejected_most_permille * len(peers)
         if not (allowed and self._section.enforce):
-            if why == "silent" and self._section.enforce:
+            if why != "silent" or not self._section.enforce:
+                return ()
+            watch.silences = min(watch.silences + 1, SILENCES_MOST)
+            if not self._hangs(watch):
                 # It has to stay, but what waits there for nothing must not.
                 return (Rotated(watch.replica, watch.state, why),)
-            return ()
+            watch.silences -= 1  # it is counted anew
         self.enforced += 1
         return (self._eject(now_ns, watch, why, bar_permille),)
 
     def _peers(self, watch: Watch) -> list[Watch]:
         """All of its pool, itself among them, but for broken GPUs."""
         return [
-            peer
-            for peer in self._watches.values()
-            if peer.pool == watch.pool and peer.state != "isolated"
+            peer for peer in self._watches.values() if peer.pool == watch.pool and not peer.broken
         ]
+
+    def _hangs(self, watch: Watch) -> bool:
+        """Was it silent so often that its process is to be ended, and may it be?"""
+        least = self._section.hung_ejections
+        if not (self.leads and least and watch.silences >= least):
+            return False
+        peers = self._peers(watch)
+        gone = sum(
+            pool == watch.pool and replica not in self._watches
+            for replica, pool in self._hung.items()
+        )
+        if not gone and len(peers) == 1 and watch.pool in self._standbys.values():
+            return True
+        out = gone + 1 + sum(peer.state != "in" for peer in peers if peer is not watch)
+        return out * 1000 <= self._section.ejected_most_permille * (gone + len(peers))
 
     # Transitions
 
@@ -460,8 +535,14 @@ class Health:
         open_ms = min(section.open_ms << watch.ejections, section.open_most_ms)
         watch.ejections = min(watch.ejections + 1, DOUBLINGS_MOST)
         watch.bar_permille = bar_permille
-        self._shut(now_ns, watch, "ejected", now_ns + open_ms * NS_PER_MS)
-        return Rotated(watch.replica, "ejected", why, open_ms * NS_PER_MS)
+        watch.silences = min(watch.silences + 1, SILENCES_MOST) if why == "silent" else 0
+        state: RotationState = "ejected"
+        if self._hangs(watch):
+            state, why = "isolated", "hung"
+            self._hung[watch.replica] = watch.pool
+            self._hung = dict(sorted(self._hung.items())[-self._section.replicas_max :])
+        self._shut(now_ns, watch, state, now_ns + open_ms * NS_PER_MS)
+        return Rotated(watch.replica, state, why, open_ms * NS_PER_MS)
 
     def _shut(self, now_ns: int, watch: Watch, state: RotationState, until_ns: int | None) -> None:
         watch.state = state
@@ -487,6 +568,8 @@ class Health:
     def _restored(self, now_ns: int, watch: Watch, why: str) -> Rotated:
         if not watch.paused:
             watch.back_ns = now_ns
+            watch.silences = 0
+            self._hung.pop(watch.replica, None)
             watch.restart(now_ns)
         watch.state = "in"
         watch.paused = False
@@ -524,6 +607,8 @@ class Health:
             None if self._compare_ns is None else self._compare_ns - now_ns,
             self.detected,
             self.enforced,
+            list(self._hung.items()),
+            list(self._standbys.items()),
         )
 
     def load(self, state: HealthState, now_ns: int) -> None:
@@ -537,17 +622,23 @@ class Health:
         self._compare_ns = None if state.compare_ns is None else state.compare_ns + now_ns
         self.detected = state.detected
         self.enforced = state.enforced
+        self._hung = dict(state.hung)
+        self._standbys = dict(state.standbys)
         self.version += 1
 
     def size(self) -> int:
-        return sum(
-            1 + len(watch.waiting) + len(watch.streams) + len(watch.ratios)
-            for watch in self._watches.values()
+        return (
+            len(self._hung)
+            + len(self._standbys)
+            + sum(
+                1 + len(watch.waiting) + len(watch.streams) + len(watch.ratios)
+                for watch in self._watches.values()
+            )
         )
 
     def size_most(self) -> int:
         section = self._section
-        return section.replicas_max * (1 + section.in_flight_max + section.slow_samples_most)
+        return section.replicas_max * (3 + section.in_flight_max + section.slow_samples_most)
 
 
 def _median(values: list[int]) -> int:

@@ -6,6 +6,13 @@ standby for each old replica that is one wave, and one instant at which every ne
 the new version. With fewer, what an old replica leaves behind is started anew for the next wave.
 Old requests end where they began. When anything about a wave goes wrong the rollout is over: its
 new replicas are stopped, and what served before serves on.
+
+After the last switch the new version is *watched*: the old replicas of that wave are drained, but
+run on. When a breaker opens on the new version, or on its model while nothing else serves it, or a
+replica of it fails, falls silent or goes down by itself, it is rolled back: the old ones take
+requests again, at the same instant, and as many new ones are drained and stopped. Only the last
+wave can be kept so: what earlier waves replaced is stopped already, and comes back as a rollout in
+reverse, by starting standbys with the old version. A rollback is not watched.
 """
 
 from __future__ import annotations
@@ -24,6 +31,11 @@ if TYPE_CHECKING:
     from policy.parameters.rollout import Rollout as Section
 
 NS_PER_MS = 1_000_000
+ROLLED_BACK = "rolled back"
+"""What the cause of such an alert begins with."""
+DOUBTS = frozenset({"failures", "error_share", "probe_failed", "silent", "hung", "replica_lost"})
+"""Why a replica is out, where its model's version may be to blame: not its card, and not that it is
+slower than others. ``replica_lost``: the only one that serves broke a connection."""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,6 +66,8 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, gc=False):
     model: str
     stopped: bool = False
     """It was empty, and was told to stop."""
+    kept: bool = False
+    """It runs on while the new version is watched."""
 
 
 class Move(msgspec.Struct, array_like=True, gc=False):
@@ -61,11 +75,16 @@ class Move(msgspec.Struct, array_like=True, gc=False):
 
     model: str
     version: str
-    phase: Literal["starting", "draining"]
+    phase: Literal["starting", "watching", "draining"]
     due_ns: int | None
-    """Starting: when it is given up. Draining: when someone is told that it takes long."""
+    """Starting: when it is given up. Watching: when that is over. Draining: when someone is told
+    that it takes long."""
     replaced: int = 0
     """Old replicas drained so far."""
+    before: str = ""
+    """The version that most replicas had."""
+    undoes: str | None = None
+    """The version that this takes away again, and no other; None: it is no rollback."""
 
 
 class RolloutState(msgspec.Struct, array_like=True):
@@ -83,7 +102,8 @@ class Rollout:
     """At most one rollout a model; another request for it takes the place of the first."""
 
     __slots__ = (
-        "_draining", "_moves", "_new", "_section", "_standbys", "_unwanted", "_up",
+        "_draining", "_moves", "_new", "_section", "_standbys", "_unwanted", "_up", "exchanged",
+        "undone",
     )  # fmt: skip
 
     def __init__(self, section: Section) -> None:
@@ -93,8 +113,14 @@ class Rollout:
         self._new: dict[int, New] = {}
         self._draining: dict[int, Drain] = {}
         self._unwanted: set[int] = set()
-        """Started for a wave that failed: they must stop, once they are up."""
+        """Started for a wave that failed, or died while they were drained: they must stop, once
+        they are up."""
         self._moves: dict[str, Move] = {}
+        self.exchanged: list[tuple[int, int]] = []
+        """(which takes requests, which is drained for it) in this step; and (next): whoever looks
+        at them clears them."""
+        self.undone: list[str] = []
+        """Models that were rolled back in this step."""
 
     # Asked
 
@@ -119,15 +145,20 @@ class Rollout:
         if under_way is not None:
             if under_way.version == version:
                 return ()
+            if under_way.phase == "watching" and under_way.before == version:
+                self._roll_back(now_ns, under_way, decisions)
+                return decisions
             self._end(under_way, decisions)
         elif len(self._moves) >= self._section.rollouts_max:
             under_way_count = (("under_way", len(self._moves)),)
             return (_alert(model, "too many rollouts at a time", under_way_count),)
         self._back(model, version, decisions)
+        move = Move(model, version, "starting", None)
+        old = self._old(move)
         if not any(known.serves(model) for known in self._up.values()):
             decisions.append(_alert(model, "no replica serves the model"))
-        elif self._old(model, version):
-            move = Move(model, version, "starting", None)
+        elif old:
+            move.before = _usual([self._up[replica].version for replica in old])
             self._moves[model] = move
             if not self._wave(now_ns, move, decisions):
                 if self._unwanted or self._drains(model):  # some will soon be standbys
@@ -145,9 +176,18 @@ class Rollout:
         self._standbys = dict(sorted(self._standbys.items()))
         return self._go_on(now_ns)
 
-    def taken(self, replica: int) -> None:
-        """Someone else starts this standby."""
-        self._standbys.pop(replica, None)
+    def taken(self, replica: int) -> str:
+        """Someone else starts this standby. Returns the version that it is to have, of those that
+        are served now; empty: the one it has will do."""
+        standby = self._standbys.pop(replica, None)
+        if standby is None or not standby.version:
+            return ""
+        serving = [
+            known.version
+            for other, known in self._up.items()
+            if known.replaces(standby) and self.allowed(other)
+        ]
+        return _usual(serving) if serving and standby.version not in serving else ""
 
     def up(self, now_ns: int, spec: ReplicaUp) -> Sequence[Decision]:
         replica = spec.replica
@@ -169,15 +209,18 @@ class Rollout:
         return decisions
 
     def warmed(self, now_ns: int, event: Warmed) -> Sequence[Decision]:
+        """How a new replica's warm-up went; not ok while it is starting: it will not come up."""
         new = self._new.get(event.replica)
-        if new is None or new.stage != "warming":
+        if new is None or new.stage == "ready" or (new.stage == "starting" and event.ok):
             return ()
         decisions: list[Decision] = []
         move = self._moves[new.model]
-        if not event.ok:
-            self._fail(move, "the warm-up failed", decisions, event.replica)
-        elif event.version != move.version:
+        if event.version != move.version:
             self._fail(move, "another version was loaded", decisions, event.replica)
+        elif not event.ok:
+            starting = new.stage == "starting"
+            cause = "the new replica did not start" if starting else "the warm-up failed"
+            self._fail(move, cause, decisions, event.replica)
         else:
             self._new[event.replica] = New(new.model, "ready")
             wave = [other for other in self._new.values() if other.model == move.model]
@@ -188,23 +231,43 @@ class Rollout:
     def emptied(self, now_ns: int, replica: int) -> Sequence[Decision]:
         """Nothing is in flight there."""
         drain = self._draining.get(replica)
-        if drain is None or drain.stopped:
+        if drain is None or drain.stopped or drain.kept:
             return ()
         self._draining[replica] = Drain(drain.model, stopped=True)
         return (Stop(replica),)
 
-    def down(self, now_ns: int, replica: int) -> Sequence[Decision]:
-        self._up.pop(replica, None)
-        if replica in self._unwanted:
-            self._unwanted.remove(replica)
+    def down(
+        self, now_ns: int, replica: int, died: bool = False, card: bool = False
+    ) -> Sequence[Decision]:
+        """A replica is gone, or a standby cannot be started any more.
+
+        Args:
+            died: nobody stopped it: it may come up again as it was.
+            card: its card is to blame.
+        """
+        known = self._up.pop(replica, None)
+        self._standbys.pop(replica, None)
+        self._unwanted.discard(replica)
         if self._draining.pop(replica, None) is not None:
+            if died:
+                self._not_again(replica)
             return self._go_on(now_ns)
         new = self._new.pop(replica, None)
-        if new is None:
-            return ()
         decisions: list[Decision] = []
-        self._fail(self._moves[new.model], "a new replica went down", decisions, replica)
+        if new is not None:
+            self._fail(self._moves[new.model], "a new replica went down", decisions, replica)
+            return decisions
+        move = self._watched(known) if died and not card else None
+        if move is not None:
+            figures = (("replica", replica),)
+            self._undo(now_ns, move, "a new replica went down", figures, decisions)
+            self._not_again(replica)
         return decisions
+
+    def _not_again(self, replica: int) -> None:
+        """What runs there is not wanted any more, if it comes up once more."""
+        if len(self._new) + len(self._unwanted) < self._section.replicas_max:
+            self._unwanted.add(replica)
 
     def isolated(self, replica: int) -> Sequence[Decision]:
         """Its card broke: nothing that warms up there will ever take requests."""
@@ -213,6 +276,31 @@ class Rollout:
         if new is not None:
             self._fail(self._moves[new.model], "a new replica's card broke", decisions, replica)
         return decisions
+
+    def doubted(self, now_ns: int, replica: int, why: str) -> Sequence[Decision]:
+        """It is out, or would be if it might."""
+        move = self._watched(self._up.get(replica)) if why in DOUBTS else None
+        decisions: list[Decision] = []
+        if move is not None:
+            cause = f"a new replica is out: {why}"
+            self._undo(now_ns, move, cause, (("replica", replica),), decisions, replica)
+        return decisions
+
+    def breaker_opened(
+        self, now_ns: int, model: str, version: str, figures: tuple[tuple[str, int], ...]
+    ) -> Sequence[Decision]:
+        """A breaker of this model opened; ``version`` is empty where it is not by version."""
+        move = self._moves.get(model)
+        decisions: list[Decision] = []
+        if move is not None and move.phase == "watching" and version in ("", move.version):
+            self._undo(now_ns, move, "a breaker opened", figures, decisions)
+        return decisions
+
+    def covers(self, replica: int) -> bool:
+        """Does nobody else need to see to it that something takes its place, should it be lost?
+        Either it takes no requests, or an old one that is kept does."""
+        move = self._watched(self._up.get(replica))
+        return self.holds(replica) or (move is not None and bool(self._kept(move.model)))
 
     # Time
 
@@ -227,13 +315,19 @@ class Rollout:
             return ()
         decisions: list[Decision] = []
         for move in list(self._moves.values()):
+            if self._moves.get(move.model) is not move:
+                continue
             if move.due_ns is None or now_ns < move.due_ns:
                 continue
             if move.phase == "starting":
                 self._fail(move, "the new replicas took too long to come up", decisions)
+            elif move.phase == "watching":
+                self._let_go(move.model)
+                self._wait(now_ns, move)
+                decisions += self._go_on(now_ns)
             else:
                 move.due_ns = None
-                left = len(self._old(move.model, move.version)) + self._drains(move.model)
+                left = len(self._old(move)) + self._drains(move.model)
                 figures = (("replaced", move.replaced), ("left", left))
                 waits = "waiting for old requests to end, and for standbys"
                 decisions.append(_alert(move.model, "the rollout is not over yet", figures, waits))
@@ -245,7 +339,7 @@ class Rollout:
         """Start a standby for each old replica, as far as there are any. False: there is none."""
         room = self._section.replicas_max - len(self._new) - len(self._unwanted)
         chosen: list[int] = []
-        for old in self._old(move.model, move.version)[: max(0, room)]:
+        for old in self._old(move)[: max(0, room)]:
             for replica, known in self._standbys.items():
                 if replica not in chosen and known.replaces(self._up[old]):
                     chosen.append(replica)
@@ -262,21 +356,37 @@ class Rollout:
 
     def _switch(self, now_ns: int, move: Move, decisions: list[Decision]) -> None:
         """Everything of the wave is ready: it takes the place of as many old replicas."""
-        why = f"rollout of {move.version}"
         wave = [replica for replica, new in self._new.items() if new.model == move.model]
-        old = self._old(move.model, move.version)
+        old = self._old(move)
         for replica in wave:
             del self._new[replica]
+        drained = self._exchange(move, wave, old, f"rollout of {move.version}", decisions)
+        if self._section.watch_ms and move.undoes is None and not old:
+            self._draining |= {replica: Drain(move.model, kept=True) for replica in drained}
+            move.phase = "watching"
+            move.due_ns = now_ns + self._section.watch_ms * NS_PER_MS
+            return
+        self._wait(now_ns, move)
+        decisions += self._go_on(now_ns)
+
+    def _exchange(
+        self, move: Move, coming: list[int], going: list[int], why: str, decisions: list[Decision]
+    ) -> list[int]:
+        """All of ``coming`` take requests, and as many of ``going`` are drained, and taken from the
+        list, as can be replaced by them. Returns these."""
+        drained: list[int] = []
+        for replica in coming:
             decisions.append(Rotated(replica, "in", why))
             known = self._up[replica]
-            leaving = next((other for other in old if known.replaces(self._up[other])), None)
+            leaving = next((other for other in going if known.replaces(self._up[other])), None)
             if leaving is not None:
-                old.remove(leaving)
+                going.remove(leaving)
+                drained.append(leaving)
+                self.exchanged.append((replica, leaving))
                 self._draining[leaving] = Drain(move.model)
                 move.replaced += 1
                 decisions.append(Rotated(leaving, "draining", why))
-        self._wait(now_ns, move)
-        decisions += self._go_on(now_ns)
+        return drained
 
     def _wait(self, now_ns: int, move: Move) -> None:
         """Until what drains is empty and stopped, and there is a standby to go on with."""
@@ -287,18 +397,76 @@ class Rollout:
         """Something was drained, or a standby is there: what is finished, and what begins?"""
         decisions: list[Decision] = []
         for move in list(self._moves.values()):
-            if move.phase == "starting" or self._drains(move.model):
+            if move.phase != "draining" or self._drains(move.model):
                 continue
-            if not self._old(move.model, move.version):
+            if not self._old(move):
                 del self._moves[move.model]
             else:
                 self._wave(now_ns, move, decisions)
         return decisions
 
+    # The way back
+
+    def _undo(
+        self,
+        now_ns: int,
+        move: Move,
+        cause: str,
+        figures: tuple[tuple[str, int], ...],
+        decisions: list[Decision],
+        worst: int = -1,
+    ) -> None:
+        """The new version does not do: go back, and say so."""
+        back, left = self._roll_back(now_ns, move, decisions, worst)
+        figures = (*figures, ("back", back), ("left", left))
+        action = "standbys are started with it" if left else "it serves again"
+        action = f"back to {move.before or 'the version before'}: {action}"
+        decisions.append(_alert(move.model, f"{ROLLED_BACK}: {cause}", figures, action))
+
+    def _roll_back(
+        self, now_ns: int, move: Move, decisions: list[Decision], worst: int = -1
+    ) -> tuple[int, int]:
+        """What is kept takes requests again, ``worst`` leaves first. Returns how many old replicas
+        came back, and how many new ones still are to be replaced."""
+        model = move.model
+        back = Move(model, move.before, "draining", None, before=move.version, undoes=move.version)
+        self._moves[model] = back
+        new = sorted(self._old(back), key=lambda replica: replica != worst)
+        kept = self._kept(model)
+        for replica in kept:
+            del self._draining[replica]
+        self._exchange(back, kept, new, f"rollback of {move.version}", decisions)
+        self.undone.append(model)
+        if not self._wave(now_ns, back, decisions):
+            self._wait(now_ns, back)
+            decisions += self._go_on(now_ns)
+        return len(kept), len(new)
+
+    def _watched(self, known: Known | None) -> Move | None:
+        """The rollout that is watched, if the replica has what it brought."""
+        for move in self._moves.values():
+            if known is not None and move.phase == "watching" and known.serves(move.model):
+                return move if known.version == move.version else None
+        return None
+
+    def _kept(self, model: str) -> list[int]:
+        return [
+            replica
+            for replica, drain in self._draining.items()
+            if drain.kept and drain.model == model
+        ]
+
+    def _let_go(self, model: str) -> None:
+        """What was kept is stopped when it is empty."""
+        for replica in self._kept(model):
+            self._draining[replica] = Drain(model)
+
+    # The end
+
     def _fail(
         self, move: Move, cause: str, decisions: list[Decision], replica: int | None = None
     ) -> None:
-        left = len(self._old(move.model, move.version))
+        left = len(self._old(move))
         self._end(move, decisions)
         figures = [("replaced", move.replaced), ("left", left)]
         if replica is not None:
@@ -310,6 +478,7 @@ class Rollout:
     def _end(self, move: Move, decisions: list[Decision]) -> None:
         """The rollout is over: what it has started and not yet put to use is stopped."""
         del self._moves[move.model]
+        self._let_go(move.model)
         for replica in [one for one, new in self._new.items() if new.model == move.model]:
             started = self._new.pop(replica).stage == "starting"
             if replica in self._up:
@@ -325,12 +494,15 @@ class Rollout:
                 del self._draining[replica]
                 decisions.append(Rotated(replica, "in", f"rollout of {version}"))
 
-    def _old(self, model: str, version: str) -> list[int]:
-        """Replicas that serve the model with another version and take requests, by id."""
+    def _old(self, move: Move) -> list[int]:
+        """Replicas that serve the model with a version that is to go, and take requests, by id."""
+        goes = move.undoes
         return [
             replica
             for replica, known in self._up.items()
-            if known.serves(model) and known.version != version and self.allowed(replica)
+            if known.serves(move.model)
+            and (known.version != move.version if goes is None else known.version == goes)
+            and self.allowed(replica)
         ]
 
     def _drains(self, model: str) -> int:
@@ -369,6 +541,11 @@ def _alert(
     model: str, cause: str, figures: tuple[tuple[str, int], ...] = (), action: str = "nothing done"
 ) -> Alert:
     return Alert(f"rollout {model}", cause, figures, action)
+
+
+def _usual(versions: list[str]) -> str:
+    """The most frequent one, of equals the first; empty without any."""
+    return max(dict.fromkeys(versions), key=versions.count, default="")
 
 
 def _shifted(move: Move, by_ns: int) -> Move:

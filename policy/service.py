@@ -23,6 +23,7 @@ from policy.chains import Chains, ChainsState
 from policy.confidence import Confidence, ConfidenceState
 from policy.decisions import (
     Abort,
+    BreakerMoved,
     LookUp,
     Refused,
     Reset,
@@ -554,6 +555,8 @@ class Service:
             told = self._health.failed(now_ns, event.request, event.replica, event.kind)
             self._fleet.tell(now_ns, told, decisions)
             self._fleet.attention |= self._fleet.moved()
+        if event.kind == "replica_lost":
+            self._fleet.let_back(now_ns, event.replica, opened, decisions)
         return decisions + self._lost(now_ns, opened, event.kind)
 
     def _lost(self, now_ns: int, opened: Open, kind: str) -> Decisions:
@@ -664,11 +667,21 @@ class Service:
         if breakers is not None:
             due_ns = breakers.deadline_ns()
             if due_ns is not None and due_ns <= now_ns:
-                self._fleet.tell(now_ns, breakers.ticked(now_ns), decisions)
+                self._tell_moves(now_ns, breakers.ticked(now_ns), decisions)
         pulse_ns = now_ns + PULSE_MOST_NS if self.facts.open else None
         for mechanism in self._watching:
             pulse_ns = _earlier(pulse_ns, mechanism.deadline_ns())
         self._pulse_ns = None if pulse_ns is None else max(pulse_ns, now_ns + PULSE_LEAST_NS)
+
+    def _tell_moves(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
+        """Pass on what breakers decided. One that opens may be about a version that is watched."""
+        self._fleet.tell(now_ns, told, decisions)
+        if self._breakers is None:
+            return
+        for moved in told:
+            if isinstance(moved, BreakerMoved) and moved.state == "open":
+                model, version = self._breakers.about(moved.key)
+                self._fleet.breaker_opened(now_ns, model, version, moved, decisions)
 
     def _followed_up(self, now_ns: int, decisions: Decisions) -> Decisions:
         """Carry what an event set off to its end. Each round settles, sends or rotates something,
@@ -679,8 +692,13 @@ class Service:
             if self._fleet.attention or self._tiered.gone:
                 self._fleet.attention = False
                 told, self._later = self._later, []
-                self._fleet.tell(now_ns, told, decisions)
+                self._tell_moves(now_ns, told, decisions)
                 self._fleet.rotate(now_ns, decisions)
+                while self._fleet.rolled_back:
+                    model = self._fleet.rolled_back.pop()
+                    if self._breakers is not None:
+                        forgiven = self._breakers.forgive(now_ns, model)
+                        self._fleet.tell(now_ns, forgiven, decisions)
             while self._tiered.stranded:
                 decisions += self._degraded(now_ns, self._tiered.stranded.pop(0))
             if self._fleet.stuck:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from policy.decisions import (
     LookUp,
     ReadProgress,
+    Rotated,
     SaveCheckpoint,
     Start,
     Stop,
@@ -51,6 +52,7 @@ class Errands:
             Start: self._start,
             Warm: self._warm,
             Stop: self._stop,
+            Rotated: self._rotated,
         }
 
     def run(self, decision: Decision) -> None:
@@ -145,6 +147,11 @@ class Errands:
 
     def _stop(self, decision: Stop) -> None:
         self._world.replicas[decision.replica].stop()
+
+    def _rotated(self, decision: Rotated) -> None:
+        after_ns = self._world.settings.hung_restart_ns
+        if after_ns and (decision.state, decision.why) == ("isolated", "hung"):
+            self._world.replicas[decision.replica].restart("hung", after_ns)
 
     def _warm(self, decision: Warm) -> None:
         replica = self._world.replicas[decision.replica]

@@ -143,6 +143,13 @@ class BadWeights(_Fault, frozen=True, kw_only=True, tag="bad_weights"):
     for_s: Lasting | None = None
 
 
+class BadAnswers(_Fault, frozen=True, kw_only=True, tag="bad_answers"):
+    """What these replicas are asked while it lasts they answer with nothing, and a 200."""
+
+    on: Place
+    for_s: Lasting | None = None
+
+
 class TrafficSpike(_Fault, frozen=True, kw_only=True, tag="traffic_spike"):
     """Each request of the trace arrives ``factor_permille`` / 1000 times, on average."""
 
@@ -166,6 +173,16 @@ class ColdStart(_Fault, frozen=True, kw_only=True, tag="cold_start"):
     for_s: Lasting | None = None
 
 
+class StartFails(_Fault, frozen=True, kw_only=True, tag="start_fails"):
+    """While it lasts, what is started there ends before it serves, as with weights that cannot be
+    read."""
+
+    on: Place = "*"
+    version: str = ""
+    """Only what is started with this version of its model; empty: any."""
+    for_s: Lasting | None = None
+
+
 class Overheating(_Fault, frozen=True, kw_only=True, tag="overheating"):
     """Cooling fails: the heat settles that much higher. 1000 is where the card throttles."""
 
@@ -184,7 +201,8 @@ class PcieLoad(_Fault, frozen=True, kw_only=True, tag="pcie_load"):
 
 Fault = (
     GpuLost | EccUncorrectable | Xid | SlowCard | EngineHung | EngineKilled | OomLongPrompt
-    | Network | BadWeights | TrafficSpike | RetryStorm | ColdStart | Overheating | PcieLoad
+    | Network | BadWeights | BadAnswers | TrafficSpike | RetryStorm | ColdStart | StartFails
+    | Overheating | PcieLoad
 )  # fmt: skip
 FAULT_KINDS: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in get_args(Fault))
 
@@ -192,13 +210,16 @@ FAULT_KINDS: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in
 class Injector:
     """Makes faults happen, and ends those that last for a while."""
 
-    __slots__ = ("_bad_weights", "_cards", "_cold", "_dice", "_faults", "_storms", "_world")
+    __slots__ = (
+        "_bad_starts", "_bad_weights", "_cards", "_cold", "_dice", "_faults", "_storms", "_world",
+    )  # fmt: skip
 
     def __init__(self, world: World, faults: Sequence[Fault], cards: Cards | None) -> None:
         self._world = world
         self._dice = Dice(world.seed, "where")
         self._faults = tuple(faults)
         self._cards = cards
+        self._bad_starts: dict[int, tuple[StartFails, frozenset[int]]] = {}
         self._bad_weights: dict[int, tuple[BadWeights, frozenset[int]]] = {}
         self._storms: dict[int, RetryStorm] = {}
         self._cold: dict[int, ColdStart] = {}
@@ -221,8 +242,10 @@ class Injector:
             OomLongPrompt: self._starve,
             Network: self._disturb,
             BadWeights: self._spoil,
+            BadAnswers: self._hollow,
             RetryStorm: self._storm,
             ColdStart: self._chill,
+            StartFails: self._keep_down,
             Overheating: self._overheat,
             PcieLoad: self._load_link,
         }
@@ -251,6 +274,13 @@ class Injector:
             ):
                 shift += fault.shift_permille
         return min(1000, shift)
+
+    def keeps_down(self, replica: Replica, version: str) -> bool:
+        """Whether what is started there now with this version ends before it serves."""
+        return any(
+            replica.id in hit and fault.version in ("", version)
+            for fault, hit in self._bad_starts.values()
+        )
 
     # ---- when and where ----
 
@@ -397,6 +427,17 @@ class Injector:
 
         hit = frozenset(replica.id for replica in self._hit(fault))
         self._bad_weights[number] = (fault, hit)
+        self._until(fault, end)
+
+    def _hollow(self, number: int, fault: BadAnswers) -> None:
+        self._trouble(number, fault, Trouble(hollow=True))
+
+    def _keep_down(self, number: int, fault: StartFails) -> None:
+        def end() -> None:
+            del self._bad_starts[number]
+
+        hit = frozenset(replica.id for replica in self._hit(fault))
+        self._bad_starts[number] = (fault, hit)
         self._until(fault, end)
 
     def _storm(self, number: int, fault: RetryStorm) -> None:

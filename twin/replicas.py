@@ -6,8 +6,10 @@ Its life::
                            |                     |
                            +------ the card is lost or broken ------> dead --repair--> standby
 
-An engine that is killed is restarted by its supervisor or becomes a standby. A dead replica's work
-is lost, so each of its callers hears of it, and then the policy hears that the replica is down.
+An engine that is killed is restarted by its supervisor or becomes a standby; so is one that the
+policy says hangs, in a world that has a supervisor. A dead replica's work is lost, so each of its
+callers hears of it, and then the policy hears that the replica is down. It hears so of a standby,
+too, that cannot be started any more.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from policy.events import Progress, Standby
+from policy.events import Progress, ReplicaDown, Standby, Warmed
 from twin.agenda import DELIVERIES, ENGINES, Callbacks, Event
 from twin.calls import UNHEARD, Call
 from twin.engine import Engine
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from twin.world import World
 
 State = Literal["standby", "starting", "up", "dead"]
+Told = ReplicaDown | Standby | Warmed
 NEVER_NS = 1 << 62
 _REQUEST, _FIRST, _ANSWER, _ABORT, _METRICS = range(5)
 """Messages that may be lost on the way."""
@@ -50,17 +53,20 @@ class Trouble(NamedTuple):
     oom_tokens: int = 0
     """Prompts this long and longer kill the process; 0: none do."""
     oom_restart_ns: int | None = None
+    hollow: bool = False
+    """Answers have no token in them."""
 
 
 class Replica:
     """Wakes its engine, carries its answers back, and lives and dies."""
 
     __slots__ = (
-        "_alarm", "_back_ns", "_broken", "_callbacks", "_cost", "_env", "_life",
+        "_alarm", "_back_ns", "_broken", "_callbacks", "_cost", "_env", "_heard_tokens", "_hollow",
+        "_life",
         "_loss_permille", "_on_finished", "_on_first", "_on_second", "_oom", "_past_busy_ticks",
-        "_past_preemptions", "_past_steps", "_priority", "_skip", "_stalled_until_ns", "_troubled",
-        "_troubles", "_world", "engine", "entry_ns", "exit_ns", "id", "spec", "state",
-        "token_out_ns", "version",
+        "_past_preemptions", "_past_steps", "_priority", "_restarting", "_skip",
+        "_stalled_until_ns", "_troubled", "_troubles", "_world", "engine", "entry_ns", "exit_ns",
+        "id", "spec", "state", "token_out_ns", "version",
     )  # fmt: skip
 
     def __init__(self, world: World, spec: ReplicaSpec, skip: bool, state: State) -> None:
@@ -81,11 +87,16 @@ class Replica:
         """Counts processes: what was meant for an earlier one is void."""
         self._broken = 0
         """Reasons why the card cannot be used."""
+        self._restarting = False
+        """It is dead, and its supervisor will see to it."""
         self._stalled_until_ns = -1
         self._past_busy_ticks = self._past_steps = self._past_preemptions = 0
         self._troubles: dict[Hashable, Trouble] = {}
         self._loss_permille = 0
         self._oom: Trouble | None = None
+        self._hollow = False
+        self._heard_tokens = 0
+        """As its progress was told last."""
         self._troubled = state != "up"
         self._cost = spec.cost
         self.token_out_ns = round(spec.profile.overheads.token_out_ns.value)
@@ -121,6 +132,8 @@ class Replica:
         if self._lost(seq.id, _REQUEST, seq.data.tries):
             return True
         if self._oom is None or seq.prompt_tokens < self._oom.oom_tokens:
+            if self._hollow:
+                seq.output_tokens = 1  # as much as it computes before it is done
             return False
         life, restart_ns = self._life, self._oom.oom_restart_ns
 
@@ -164,6 +177,10 @@ class Replica:
         if self._troubled and self._lost(seq.id, _FIRST, call.tries):
             seq.data = UNHEARD  # nor will anybody hear the rest
             return
+        if self._hollow and seq.output_tokens == 1:
+            delay_ns = at_ns - self.engine.now_ns + self.token_out_ns + self.exit_ns
+            self._world.failures.fail(call, seq, "empty", delay_ns)
+            return
         call.first_ns = at_ns
         delay_ns = at_ns - self.engine.now_ns + self.token_out_ns * seq.turn + self._back_ns
         self._env.schedule(Event(self._on_first, seq), DELIVERIES, delay_ns)
@@ -200,13 +217,15 @@ class Replica:
             key=lambda each: each.oom_tokens,
             default=None,
         )
+        self._hollow = any(each.hollow for each in troubles)
         upload = prod((each.upload_factor for each in troubles), start=Fraction(1))
         self._set_ways(sum(each.delay_ns for each in troubles), upload)
         self._troubled = self._is_troubled()
         self._set_cost()
 
     def _is_troubled(self) -> bool:
-        return self.state != "up" or self._loss_permille > 0 or self._oom is not None
+        sick = self._loss_permille > 0 or self._oom is not None or self._hollow
+        return self.state != "up" or sick
 
     def _set_ways(self, delay_ns: int, upload_factor: Fraction) -> None:
         settings, overheads = self._world.settings, self.spec.profile.overheads
@@ -263,16 +282,21 @@ class Replica:
     def read_progress(self) -> None:
         """Ask it how far it has come; the answer comes after a way there and back.
 
-        Its server answers even when its engine hangs.
+        Its server answers even when its engine hangs. Where nothing at all comes through, the
+        controller knows that it has heard no more than before.
         """
         network_ns = self._world.settings.network_ns
         life = self._life
 
         def answer(event: simpy.Event) -> None:
             now_ns = self._world.now_ns
-            if self._life != life or self.state != "up" or self.loses_metrics():
+            if self._life != life or self.state != "up":
                 return
-            progress = Progress(self.id, self.engine.totals(now_ns).output_tokens)
+            if self._loss_permille < 1000:
+                if self.loses_metrics():
+                    return
+                self._heard_tokens = self.engine.totals(now_ns).output_tokens
+            progress = Progress(self.id, self._heard_tokens)
             self._world.after(network_ns, lambda event: self._world.runner.feed(progress))
 
         self._world.after(network_ns, answer)
@@ -286,7 +310,33 @@ class Replica:
 
     def stop(self) -> None:
         """It is shut down, whatever it is doing, and can be started again."""
-        self.die("stopped")
+        if self._restarting:
+            self._restarting = False
+            self._stand_by()
+        else:
+            self.die("stopped")
+
+    def restart(self, reason: str, after_ns: int) -> None:
+        """Its supervisor ends its process and looks at it again after ``after_ns``: it loads its
+        model anew, or stands by if another took its place meanwhile."""
+        if self.state != "up":
+            return
+        self._end(reason, None)
+        if self._broken:
+            return
+        self._restarting = True
+        life = self._life
+
+        def look(event: simpy.Event) -> None:
+            if self._life != life or not self._restarting:
+                return
+            self._restarting = False
+            if self._world.has_enough(self.spec):
+                self._stand_by()
+            else:
+                self._begin("", 0)
+
+        self._world.after(after_ns, look)
 
     def die(
         self, reason: str, restart_ns: int | None = None, out_of_memory: Sequence | None = None
@@ -302,6 +352,18 @@ class Replica:
         if self.state not in ("up", "starting"):
             return
         was_up = self.state == "up"
+        self._end(reason, out_of_memory)
+        if restart_ns is not None and not self._broken:
+            self._begin("", restart_ns)
+            return
+        if not was_up and reason != "stopped":
+            self._tell(ReplicaDown(self.id, reason))
+        if not self._broken:
+            self._stand_by()
+
+    def _end(self, reason: str, out_of_memory: Sequence | None) -> None:
+        """Its process is gone."""
+        was_up = self.state == "up"
         self._life += 1
         self._stalled_until_ns = -1
         self._alarm = None
@@ -314,16 +376,14 @@ class Replica:
             self._past_preemptions += self.engine.preemptions
             self.engine = self._new_engine()
             self._world.failures.lost(self, reason, out_of_memory)
-        if restart_ns is not None and not self._broken:
-            self._begin("", restart_ns)
-        elif not self._broken:
-            self._stand_by()
 
     def break_card(self) -> None:
         """Its card cannot be used from now on; the process may live on for a while."""
         self._broken += 1
+        self._restarting = False
         if self.state == "standby":
             self.state = "dead"
+            self._tell(ReplicaDown(self.id, "gpu"))
         elif self.state == "starting":
             self.die("gpu")
 
@@ -371,6 +431,9 @@ class Replica:
         def come_up(event: simpy.Event) -> None:
             if self._life != life:
                 return
+            if self._world.faults.keeps_down(self, version or self.version):
+                self._fail_to_start(version)
+                return
             if version and not self._world.keeps_version:
                 self.version = version
             self.state = "up"
@@ -379,12 +442,22 @@ class Replica:
 
         self._world.after(after_ns + cold_ns, come_up)
 
+    def _fail_to_start(self, version: str) -> None:
+        """Its process ended before it served; it can be started again."""
+        if version:
+            self._tell(Warmed(self.id, version, ok=False))
+        else:
+            self._tell(ReplicaDown(self.id, "did not start"))
+        self._stand_by()
+
     def _stand_by(self) -> None:
         """It can be started, and the policy hears of it when it has heard that it was down."""
         self.state = "standby"
-        standby = self.standby()
-        delay_ns = self._world.settings.network_ns
-        self._world.after(delay_ns, lambda event: self._world.runner.feed(standby))
+        self._tell(self.standby())
+
+    def _tell(self, event: Told) -> None:
+        """The policy hears of it after a way to the controller."""
+        self._world.after(self._world.settings.network_ns, lambda _: self._world.runner.feed(event))
 
     def standby(self) -> Standby:
         """What the policy is told while it can be started."""

@@ -99,6 +99,10 @@ class WorldSettings:
     """A new replica's warm-up requests, one after another."""
     gpu_event_ns: int = 1_000_000_000
     """From a card's error to the event that tells of it."""
+    hung_restart_ns: int = 0
+    """A supervisor ends a process that hangs, by the policy's word, and sees to it again so much
+    later: the model is loaded anew, or it is a standby if another took its place. 0: there is no
+    supervisor, and it hangs on."""
 
     def __post_init__(self) -> None:
         if self.call_timeout_ns < 2:
@@ -126,10 +130,10 @@ class World:
     """
 
     __slots__ = (
-        "_alarm", "_answers", "_cards", "_chunks", "_more", "_next_id", "_on_arrival", "_settled",
-        "_source", "calls", "clients", "cold_start_factor", "env", "errands", "failures", "faults",
-        "keeps_version", "link_dice", "queued", "refused", "replicas", "retry_attempts",
-        "runner", "seed", "settings", "watch",
+        "_alarm", "_answers", "_cards", "_chunks", "_declared", "_more", "_next_id",
+        "_on_arrival", "_settled", "_source", "calls", "clients", "cold_start_factor", "env",
+        "errands", "failures", "faults", "keeps_version", "link_dice", "queued", "refused",
+        "replicas", "retry_attempts", "runner", "seed", "settings", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -166,6 +170,7 @@ class World:
         """Open requests, in order of arrival."""
         self.link_dice = Dice(seed, "link")
         self._alarm: Event | None = None
+        self._declared = len(fleet)
         self._answers = answers
         self._settled = settled
         self._chunks: list[Chunk] = []
@@ -189,6 +194,16 @@ class World:
         self.watch = Watch(self)
         self._cards = Cards(self, cards) if cards is not None else None
         self.faults = Injector(self, faults, self._cards)
+
+    def has_enough(self, spec: ReplicaSpec) -> bool:
+        """Whether as many replicas that do the same are up, or starting, as were up at first."""
+        alike = [
+            replica
+            for replica in self.replicas
+            if replica.spec.serves == spec.serves and replica.spec.profile.task == spec.profile.task
+        ]
+        running = sum(replica.state in ("up", "starting") for replica in alike)
+        return running >= sum(replica.id < self._declared for replica in alike)
 
     @property
     def now_ns(self) -> int:

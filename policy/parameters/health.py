@@ -113,6 +113,17 @@ class Health(Section, frozen=True, forbid_unknown_fields=True):
             " if most look bad, it is likely not them."
         ),
     ] = 500
+    hung_ejections: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Ejections for silence in a row from which a replica hangs: a standby takes"
+            " its place, and its process is to be restarted. Once it may only be slow to answer;"
+            " twice, with nobody else's work there, it is not. Counts towards"
+            " ejected_most_permille. 0: never.",
+        ),
+    ] = 2
     open_ms: Annotated[
         int,
         Meta(

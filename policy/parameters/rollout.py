@@ -22,6 +22,17 @@ class Rollout(Section, frozen=True, forbid_unknown_fields=True):
             " past it the rollout is given up, and the old version serves on.",
         ),
     ] = 900_000
+    watch_ms: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=86_400_000,
+            description="ms after the last switch for which the old replicas run on, drained, and a"
+            " breaker or a replica that fails brings them back; the breakers' rule doubt takes four"
+            " minutes to tell. The pool is not scaled meanwhile. 0: the new version is not"
+            " watched.",
+        ),
+    ] = 300_000
     drain_alarm_ms: Annotated[
         int,
         Meta(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from policy.decisions import ReadProgress, Rotated
-from policy.events import GpuFault, Progress
+from policy.events import GpuFault, Progress, Standby
 from policy.health import FAULTS, Health, HealthState
 from policy.parameters.health import Health as Section
 from tests.policy_support import MS, S, assert_integers, up
@@ -54,9 +54,25 @@ class HealthMachine(RuleBasedStateMachine):
                 assert decision.state == self.health.state_of(decision.replica)
                 if decision.state != "probing" or decision.why == "backpressure":
                     self.probes.pop(decision.replica, None)
+                if decision.why == "hung":
+                    self.hangs(decision.replica)
             else:
                 assert isinstance(decision, ReadProgress)
         return tuple(decisions)
+
+    def hangs(self, replica: int) -> None:
+        """It, what hung before and what is out are half of their pool at most, though some are
+        down; or it is the only one."""
+        if replica == 3:
+            return
+        state = self.health.state(self.now_ns)
+        pool = {watch.replica: watch for watch, *_ in state.watches if watch.replica < 3}
+        hung = {number for number, _ in state.hung if number < 3}
+        assert replica in hung
+        out = {number for number, watch in pool.items() if watch.state != "in" and not watch.broken}
+        well = {number for number, watch in pool.items() if watch.state == "in"}
+        alone = len(pool) == 1 and hung == {replica}  # then a standby takes its place
+        assert alone or 2 * len(out | hung) <= len(out | hung | well)
 
     def pass_time(self, for_ns: int, alive: bool) -> None:
         end_ns = self.now_ns + for_ns
@@ -113,7 +129,8 @@ class HealthMachine(RuleBasedStateMachine):
     @rule(replica=replicas, kind=st.sampled_from(("xid_fatal", "xid_minor")))
     def fault(self, replica: int, kind: Any) -> None:
         self.both("gpu_fault", GpuFault(replica, kind))
-        assert kind != "xid_fatal" or self.health.state_of(replica) == "isolated"
+        if kind == "xid_fatal" and replica in self.health._watches:
+            assert self.health.state_of(replica) == "isolated"
 
     @rule(replica=replicas)
     def replace(self, replica: int) -> None:
@@ -121,6 +138,28 @@ class HealthMachine(RuleBasedStateMachine):
         self.probes.pop(replica, None)
         self.both("up", up(replica, models=("m",) if replica < 3 else ("n",)))
         assert self.health.takes(replica)
+
+    @rule(replica=replicas)
+    def lose(self, replica: int) -> None:
+        self.both("down", replica)
+        self.probes.pop(replica, None)
+
+    @rule(replica=replicas)
+    def stand_by(self, replica: int) -> None:
+        if self.health._watches.get(replica) is None:
+            event = Standby(replica, f"r{replica}", ("m",) if replica < 3 else ("n",), S)
+            self.health.standby(event)
+            self.double.standby(event)
+
+    @rule(replica=replicas)
+    def be_silent(self, replica: int) -> None:
+        """It is asked and says nothing, now and when it is tried again."""
+        for _ in range(2):
+            if self.health.takes(replica) and replica in self.health._watches:
+                request, _ = self.send(replica, 0)
+                self.pass_time(4 * S, alive=False)
+                self.over((request, replica))
+                self.both("gone", request, replica)
 
     @rule()
     def reload(self) -> None:
@@ -138,16 +177,18 @@ class HealthMachine(RuleBasedStateMachine):
 
     @invariant()
     def at_most_half_of_a_pool_is_out(self) -> None:
-        states = [watch.state for watch in self.health._watches.values() if watch.replica < 3]
-        usable = [state for state in states if state != "isolated"]
+        watches = [watch for watch in self.health._watches.values() if watch.replica < 3]
+        usable = [watch.state for watch in watches if not watch.broken]
         out = len(usable) - usable.count("in")
-        assert out <= 1 or "isolated" in states
-        assert self.health.state_of(3) in ("in", "probing", "isolated")
+        assert out <= 1 or len(usable) < 3
+        watch = self.health._watches.get(3)
+        hung = {number for number, _ in self.health.state(self.now_ns).hung}
+        assert watch is None or watch.state in ("in", "probing") or watch.broken or 3 in hung
 
     @invariant()
     def whatever_is_shut_opens_by_itself_or_has_a_probe(self) -> None:
         for watch in self.health._watches.values():
-            if not self.health.takes(watch.replica) and watch.state != "isolated":
+            if not self.health.takes(watch.replica) and not watch.broken:
                 due_ns = self.health.deadline_ns()
                 timed = watch.until_ns is not None and due_ns is not None
                 assert timed or watch.probe == self.probes[watch.replica]

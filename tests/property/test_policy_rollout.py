@@ -1,4 +1,5 @@
-"""Rollouts in a world where starts, warm-ups and replicas fail: serving capacity is never given up.
+"""Rollouts in a world where starts, warm-ups, replicas and whole versions fail: serving capacity is
+never given up.
 
 Every machine drives two: one lives on, the other is now and then made anew from its state.
 """
@@ -36,6 +37,8 @@ class RolloutMachine(RuleBasedStateMachine):
         self.warming: set[int] = set()
         self.up: dict[int, str] = {}
         self.stopping: set[int] = set()
+        self.crashed: dict[int, str] = {}
+        """What a supervisor will start again as it was."""
         self.serving_least = 3
         for replica in range(3):
             self.come_up(replica, "v1")
@@ -91,6 +94,43 @@ class RolloutMachine(RuleBasedStateMachine):
         self.warming.remove(replica)
         self.both("warmed", Warmed(replica, self.up[replica], ok > 0))
 
+    @precondition(lambda self: self.starting)
+    @rule(choice=choices)
+    def does_not_start(self, choice: int) -> None:
+        replica = sorted(self.starting)[choice % len(self.starting)]
+        self.both("warmed", Warmed(replica, self.starting.pop(replica), ok=False))
+        self.stand_by(replica)
+
+    @precondition(lambda self: self.standbys)
+    @rule(choice=choices)
+    def standby_breaks(self, choice: int) -> None:
+        replica = sorted(self.standbys)[choice % len(self.standbys)]
+        self.standbys.remove(replica)
+        self.both("down", replica, True, True)
+
+    @rule(version=versions)
+    def roll_through(self, version: str) -> None:
+        """All goes well until the last switch: what is kept then is looked at by other rules."""
+        self.request(version)
+        for _ in range(50):
+            draining = [one for one in self.up if self.rollout.draining(one)]
+            if self.starting:
+                self.started(0, right=1)
+            elif self.warming:
+                self.warmed(0, ok=1)
+            elif self.stopping:
+                self.stopped(0)
+            elif draining and not self.kept:
+                for replica in draining:
+                    self.emptied(replica)
+
+    @rule()
+    def all_is_emptied(self) -> None:
+        kept = self.kept
+        for replica in list(self.up):
+            self.emptied(replica)
+        assert not self.stopping.intersection(kept)
+
     @rule(choice=choices)
     def emptied(self, choice: int) -> None:
         self.both("emptied", choice)
@@ -102,18 +142,50 @@ class RolloutMachine(RuleBasedStateMachine):
         self.go_down(replica)
         self.stand_by(replica)
 
-    def go_down(self, replica: int) -> None:
+    def go_down(self, replica: int, *why: bool) -> None:
         del self.up[replica]
         self.stopping.discard(replica)
         self.warming.discard(replica)
-        self.both("down", replica)
+        self.both("down", replica, *why)
 
     @precondition(lambda self: len(self.up) > 1)
-    @rule(choice=choices)
-    def crash(self, choice: int) -> None:
+    @rule(choice=choices, card=st.booleans())
+    def crash(self, choice: int, card: bool) -> None:
         replica = sorted(self.up)[choice % len(self.up)]
         self.serving_least -= replica in self.serving()
-        self.go_down(replica)
+        self.crashed[replica] = self.up[replica]
+        self.go_down(replica, True, card)
+
+    @precondition(lambda self: self.crashed)
+    @rule(choice=choices)
+    def restarted(self, choice: int) -> None:
+        replica = sorted(self.crashed)[choice % len(self.crashed)]
+        version = self.crashed.pop(replica)
+        if version == "wrong":
+            self.stand_by(replica)
+            return
+        self.come_up(replica, version)
+        self.serving_least += replica in self.serving()
+
+    @rule(choice=choices, why=st.sampled_from(("failures", "silent", "hung", "slow")))
+    def doubt(self, choice: int, why: str) -> None:
+        self.both("doubted", choice, why)
+
+    @rule(version=versions)
+    def break_circuit(self, version: str) -> None:
+        before = {move.model: move for move in self.rollout.state(self.now_ns).moves}
+        serving, kept = self.serving(), self.kept
+        self.both("breaker_opened", "m", version, (("bad", 5), ("total", 9)))
+        move = before.get("m")
+        if move is None or move.phase != "watching" or move.version != version:
+            assert self.serving() == serving
+        else:
+            assert all(self.rollout.allowed(replica) for replica in kept)
+
+    @property
+    def kept(self) -> list[int]:
+        state = self.rollout.state(self.now_ns)
+        return [replica for replica, drain in state.draining if drain.kept]
 
     @precondition(lambda self: self.standbys)
     @rule()
@@ -152,13 +224,24 @@ class RolloutMachine(RuleBasedStateMachine):
         assert len(self.serving()) >= self.serving_least
 
     @invariant()
+    def what_is_kept_is_watched_and_runs_on(self) -> None:
+        watched = {
+            move.model for move in self.rollout.state(self.now_ns).moves if move.phase == "watching"
+        }
+        assert not self.kept or watched == {"m"}
+        assert not self.stopping.intersection(self.kept)
+        assert self.up.keys() >= set(self.kept)
+
+    @invariant()
     def nothing_unverified_serves(self) -> None:
         assert all(self.up[replica] != "wrong" for replica in self.serving())
 
     def teardown(self) -> None:
         """When nothing fails any more, what is wanted is what serves."""
-        for _ in range(100):
-            if self.starting:
+        for _ in range(200):
+            if self.crashed:
+                self.restarted(0)
+            elif self.starting:
                 self.started(0, right=1)
             elif self.warming:
                 self.warmed(0, ok=1)
@@ -168,6 +251,7 @@ class RolloutMachine(RuleBasedStateMachine):
                 for replica in list(self.up):
                     if self.rollout.draining(replica):
                         self.emptied(replica)
+                self.wait(for_ns=600 * S)
         moves = self.rollout.state(self.now_ns).moves
         assert not moves or not self.standbys
         if not moves:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.capacity import Capacity, Seen, pool_of
+from policy.capacity import Capacity, CapacityState, Seen, pool_of, share_card
 from policy.decisions import Rotated, Scaled, Start, Stop
 from policy.events import Forecasted, Standby
 from policy.facts import Illegal
@@ -326,6 +326,87 @@ def test_a_dead_replica_is_made_up_for_by_the_next_loop() -> None:
     made.loop(0, [seen(3, 2300)])
     made.down(1 * S, 2)
     assert started(made.loop(5 * S, [seen(2, 2300)])) == [3]
+
+
+def test_a_start_that_fails_is_made_up_for_at_once() -> None:
+    made = capacity(standbys=4)
+    assert started(made.loop(0, [seen(1, 2000)])) == [1, 2]
+    assert made.lost(1 * S, 1) == [Start(3)]
+    assert made.lost(1 * S, 1) == ()
+    made.down(1 * S, 1)
+    assert made.lost(2 * S, 2) == [Start(4)]
+    assert made.lost(3 * S, 4) == []  # there is no other
+    made.standby(4 * S, standby(1))
+    assert started(made.loop(5 * S, [seen(1, 2000)])) == [1]
+
+
+def test_a_start_that_fails_in_the_place_of_a_replica_that_always_runs_is_made_up_for() -> None:
+    made = capacity(running=2)
+    made.loop(0, [seen(2, 500)])  # one would do
+    assert made.lost(1 * S, 0) == [Start(2)]
+    assert made.lost(2 * S, 2) == [Start(3)]
+
+
+def test_a_standby_that_is_down_is_not_started() -> None:
+    made = capacity(standbys=2)
+    assert made.lost(0, 1) == ()
+    made.down(0, 1)
+    assert made.lost(1 * S, 0) == [Start(2)]
+    made.standby(2 * S, standby(1))
+    assert made.lost(3 * S, 2) == [Start(1)]
+
+
+def test_what_hung_and_answers_again_counts_and_who_stood_for_it_may_go() -> None:
+    made = capacity(running=3, down_window_ms=0)
+    assert made.lost(0, 0) == [Start(3)]
+    run_up(made, range(3, 4))
+    assert not drained(made.loop(5 * S, [seen(3, 500)]))
+    made.back(0)
+    made.back(1)  # was never away
+    assert drained(made.loop(10 * S, [seen(4, 500)])) == [3]
+
+
+def test_what_takes_the_place_of_a_replica_that_always_runs_always_runs_too() -> None:
+    made = capacity(running=2, standbys=1, down_window_ms=0)
+    made.taken(0, 2)
+    run_up(made, range(2, 3))
+    made.succeed(2, 1)
+    made.succeed(2, 99)  # of one of them nothing is known
+    assert drained(made.loop(0, [seen(3, 500)])) == [1]  # if anything, what was put aside
+
+
+def test_a_card_that_broke_is_not_started_on_if_there_is_another() -> None:
+    made = capacity(running=0, standbys=0)
+    made.up(0, up(0, models=("m",), domain="host0/card0/mig0"))
+    for replica, place in enumerate(("host0/card0/mig1", "host0/card2", "host0/card0+1"), 1):
+        made.standby(0, standby(replica, domain=place, start_ns=START if replica == 2 else S))
+    assert made.lost(0, 0, card=True) == [Start(2)]
+    made.down(0, 2)
+    made.up(1 * S, up(0, models=("m",), domain="host0/card0/mig0"))
+    assert made.lost(1 * S, 0, card=True) == [Start(1)]  # better than none
+    made.standby(2 * S, standby(1, domain="host0/card0/mig1", start_ns=S))
+    made.standby(2 * S, standby(2, domain="host0/card2"))
+    made.up(2 * S, up(0, models=("m",), domain="host0/card0/mig0"))
+    assert made.lost(2 * S, 0) == [Start(1)]  # it was not the card
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [("host0/card3", "host0/card3", True), ("host0/card3/mig1", "host0/card3", True),
+     ("host0/card3/mig1", "host0/card3/mig2", True), ("host0/card2+3", "host0/card3/mig0", True),
+     ("host0/card3", "host1/card3", False), ("host0/card1", "host0/card10", False),
+     ("host0/card0+1", "host0/card2+3", False), ("host0", "host0", True),
+     ("host0", "host0/card0", False), ("", "", False), ("", "host0/card0", False)],
+)  # fmt: skip
+def test_which_domains_share_a_card(one: str, other: str, shared: bool) -> None:
+    assert share_card(one, other) is share_card(other, one) is shared
+
+
+def test_a_snapshot_of_before_there_were_domains_can_be_read() -> None:
+    made = capacity()
+    wire = msgspec.to_builtins(made.state(0))
+    wire[2] = [machine[:6] for machine in wire[2]]
+    assert msgspec.convert(wire, CapacityState) == made.state(0)
 
 
 def test_what_another_mechanism_took_is_left_alone() -> None:

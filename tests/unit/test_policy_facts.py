@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from policy.events import Cancelled, Failed, Finished, FirstToken, ReplicaDown, Scraped
+from policy.events import (
+    Cancelled,
+    Failed,
+    Finished,
+    FirstToken,
+    ReplicaDown,
+    Scraped,
+    Standby,
+    Warmed,
+)
 from policy.facts import Facts, Illegal, Open, Recent
 from tests.policy_support import S, arrived, up
 
@@ -116,6 +125,16 @@ def test_a_replica_that_comes_back_still_has_its_work() -> None:
     assert known.replicas[0].in_flight == 1
     assert known.replicas[0].tokens_most == 101
     assert [replica.spec.replica for replica in known.eligible("m", False)] == [0, 1]
+
+
+def test_what_never_came_up_may_say_that_it_does_not_start() -> None:
+    known = facts()
+    with pytest.raises(Illegal, match="replica 7 never came up"):
+        known.fleet(0, Warmed(7, "v2", ok=False))
+    known.fleet(0, Standby(7, "r7", ("m",), S))
+    known.fleet(1, Warmed(7, "v2", ok=False))
+    known.fleet(2, ReplicaDown(7, "exited with code 1"))
+    assert (known.now_ns, known.fleet_version) == (2, 2)
 
 
 def test_who_can_serve_what() -> None:

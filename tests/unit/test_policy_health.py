@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from policy.decisions import ReadProgress, Rotated
-from policy.events import GpuFault, Progress
-from policy.health import Health
+from policy.events import GpuFault, Progress, Standby
+from policy.health import Health, HealthState
 from policy.parameters.health import Health as Section
 from tests.policy_support import MS, S, assert_integers, up
 
@@ -322,15 +322,11 @@ def test_busy_replicas_are_not_asked() -> None:
 
 
 def test_a_probe_that_hangs_has_failed() -> None:
-    ward = Ward()
-    ward.hung_since_ns[0] = 0
-    lost = ward.send(0)
-    ward.wait(1600 * MS)
-    ward.health.gone(ward.now_ns, lost, 0)
+    ward = Ward(hung_ejections=0)
+    assert be_silent(ward, 0) == Rotated(0, "ejected", "silent", 2 * S)
     ward.wait(2 * S)
     assert ward.health.state_of(0) == "probing"
-    ward.send(0)
-    assert ward.wait(1600 * MS) == [Rotated(0, "ejected", "silent", 4 * S)]
+    assert be_silent(ward, 0) == Rotated(0, "ejected", "silent", 4 * S)
 
 
 def test_stuck_work_on_a_replica_that_is_out_is_told_of_too() -> None:
@@ -377,6 +373,136 @@ def test_a_request_that_hangs_on_a_paused_replica_does_not_shut_it_for_good() ->
     assert not ward.health.takes(0)
     ward.wait(2 * S)
     assert ward.health.takes(0)
+
+
+# Hanging
+
+
+def be_silent(ward: Ward, replica: int) -> Rotated:
+    """A request hangs there, until health says something of it; then it is taken off."""
+    ward.hung_since_ns[replica] = 0
+    request = ward.send(replica)
+    said = ward.wait(1600 * MS)
+    ward.health.gone(ward.now_ns, request, replica)
+    return said[-1]
+
+
+def test_what_is_silent_when_it_is_tried_again_hangs() -> None:
+    ward = Ward()
+    assert be_silent(ward, 0) == Rotated(0, "ejected", "silent", 2 * S)
+    assert ward.wait(2 * S) == [Rotated(0, "probing", "retry")]
+    assert be_silent(ward, 0) == Rotated(0, "isolated", "hung", 4 * S)
+    assert not ward.health.takes(0)
+    assert ward.health.state_of(0) == "isolated"
+    ward.health.down(ward.now_ns, 0)
+    ward.health.up(ward.now_ns, up(0))
+    assert ward.health.takes(0)
+    assert be_silent(ward, 0).state == "ejected"  # it counts anew
+
+
+@pytest.mark.parametrize(("ejections", "hangs_at"), [(0, None), (1, 1), (2, 2), (4, 4)])
+def test_how_often_is_a_parameter(ejections: int, hangs_at: int | None) -> None:
+    ward = Ward(hung_ejections=ejections)
+    for number in range(1, 6):
+        said = be_silent(ward, 0)
+        assert (said.why == "hung") is (hangs_at is not None and number >= hangs_at)
+        ward.wait(said.for_ns)
+
+
+def test_an_answer_or_another_failure_between_them_breaks_the_row() -> None:
+    ward = Ward()
+    be_silent(ward, 0)
+    ward.wait(2 * S)
+    assert ward.fail(0) == [Rotated(0, "ejected", "probe_failed", 4 * S)]
+    ward.wait(4 * S)
+    assert be_silent(ward, 0) == Rotated(0, "ejected", "silent", 8 * S)
+    ward.wait(8 * S)
+    assert ward.answer(0) == [Rotated(0, "in", "probe_answered")]
+    assert be_silent(ward, 0).state == "ejected"
+
+
+def test_what_nobody_restarts_is_tried_again_and_comes_back() -> None:
+    ward = Ward()
+    be_silent(ward, 0)
+    ward.wait(2 * S)
+    be_silent(ward, 0)
+    assert ward.wait(4 * S) == [Rotated(0, "probing", "retry")]
+    assert be_silent(ward, 0) == Rotated(0, "isolated", "hung", 8 * S)
+    ward.wait(8 * S)
+    del ward.hung_since_ns[0]
+    assert ward.answer(0) == [Rotated(0, "in", "probe_answered")]
+    assert ward.health.state(ward.now_ns).hung == []
+
+
+def hang_all(ward: Ward, replicas: int) -> list[int]:
+    """Nobody answers, whoever is said to hang is ended at once, and none can be reached again."""
+    ended: list[int] = []
+    for _ in range(60):
+        for replica in range(replicas):
+            if replica not in ended and ward.health.takes(replica):
+                ward.hung_since_ns[replica] = 0
+                ward.send(replica)
+        for said in ward.wait(1700 * MS):
+            if said.why == "hung":
+                ended.append(said.replica)
+                ward.health.down(ward.now_ns, said.replica)
+    return ended
+
+
+@pytest.mark.parametrize(("replicas", "ended"), [(1, 0), (2, 1), (3, 1), (4, 2), (7, 3)])
+def test_a_network_that_is_down_does_not_end_more_than_half_of_a_pool(
+    replicas: int, ended: int
+) -> None:
+    assert len(hang_all(Ward(replicas), replicas)) == ended
+
+
+def standby(replica: int, models: tuple[str, ...] = ()) -> Standby:
+    return Standby(replica, f"r{replica}", models, 30 * S)
+
+
+def test_the_only_one_hangs_where_a_standby_can_take_its_place() -> None:
+    ward = Ward(1)
+    ward.health.standby(standby(1, ("other",)))
+    assert hang_all(ward, 1) == []
+    ward.health.standby(standby(1))
+    ward.answer(0)
+    assert be_silent(ward, 0) == Rotated(0, "in", "silent")
+    ward.answer(0)
+    assert be_silent(ward, 0) == Rotated(0, "in", "silent")
+    assert be_silent(ward, 0) == Rotated(0, "isolated", "hung", 2 * S)
+    ward.health.down(ward.now_ns, 0)
+    ward.health.up(ward.now_ns, up(1))
+    ward.health.standby(standby(2))
+    for _ in range(4):
+        assert be_silent(ward, 1) == Rotated(1, "in", "silent")  # the first is not back
+
+
+def test_one_that_is_a_standby_again_makes_room_for_another() -> None:
+    ward = Ward(2)
+    assert hang_all(ward, 2) == [0]
+    ward.health.standby(standby(0))
+    ward.health.up(ward.now_ns, up(2))
+    assert hang_all(ward, 2)[-1:] == [1]
+
+
+def test_a_candidate_and_a_shadow_end_nobody() -> None:
+    for ward in (Ward(enforce=False), Ward()):
+        ward.health.leads = False
+        for _ in range(4):
+            ward.hung_since_ns[0] = 0
+            ward.send(0)
+            assert all(said.why != "hung" for said in ward.wait(20 * S))
+
+
+def test_a_card_that_breaks_under_what_hangs_is_not_tried_again() -> None:
+    ward = Ward()
+    be_silent(ward, 0)
+    ward.wait(2 * S)
+    be_silent(ward, 0)
+    said = ward.take(ward.health.gpu_fault(ward.now_ns, GpuFault(0, "xid_fatal", 79)))
+    assert said == [Rotated(0, "isolated", "xid_fatal")]
+    assert ward.wait(3600 * S) == []
+    assert ward.health.state(ward.now_ns).hung == []
 
 
 # Slowness
@@ -524,21 +650,48 @@ def test_its_tables_are_bounded() -> None:
         for _ in range(10):
             ward.first(ward.send(replica), replica)
             ward.answer(replica)
-    assert ward.health.size() == ward.health.size_most() == 3 * (1 + 4 + 2)
+    assert ward.health.size() == 3 * (1 + 4 + 2)
+    # As many may have hung before, and as many stand by.
+    assert ward.health.size_most() == 3 * (1 + 1 + 1 + 4 + 2)
+
+
+def test_what_hung_and_never_came_back_is_forgotten_at_last() -> None:
+    ward = Ward(2, replicas_max=2, hung_ejections=1)
+    for replica in range(40):
+        ward.health.down(ward.now_ns, replica - 2)
+        ward.health.up(ward.now_ns, up(replica))
+        be_silent(ward, replica)
+        assert ward.health.size() <= ward.health.size_most()
+        assert len(ward.health.state(ward.now_ns).hung) <= 2
 
 
 def test_a_snapshot_has_relative_times_and_no_floats() -> None:
-    ward = Ward()
+    ward = Ward(4)
     ward.wait(7 * S)
+    be_silent(ward, 2)
+    ward.wait(2 * S)
+    be_silent(ward, 2)
+    ward.health.down(ward.now_ns, 2)
     ward.fail(0, times=3)
     ward.send(1)
     state = ward.health.state(ward.now_ns)
+    assert [replica for replica, _ in state.hung] == [2]
     assert_integers(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
     later = Health(Section())
     later.load(state, 100 * S)
     assert later.state(100 * S) == state
-    assert later.deadline_ns() == (ward.health.deadline_ns() or 0) + 93 * S
+    assert later.deadline_ns() == (ward.health.deadline_ns() or 0) + 100 * S - ward.now_ns
     assert not later.takes(0)
+
+
+def test_a_snapshot_of_before_there_was_hanging_can_be_read() -> None:
+    ward = Ward()
+    ward.fail(0, times=3)
+    wire = msgspec.to_builtins(ward.health.state(0))
+    *before, hung, standbys = wire
+    assert hung == standbys == []
+    before[0] = [(watch[:-1], *rest) for watch, *rest in before[0]]
+    assert msgspec.convert(before, HealthState) == ward.health.state(0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 UNITS = (
     "_ms", "_permille", "_milli", "_tflop", "_tokens", "_max", "_most", "_least", "_samples",
-    "_strikes", "_per_s", "_s", "_weight", "_replicas",
+    "_strikes", "_per_s", "_s", "_weight", "_replicas", "_ejections",
 )  # fmt: skip
 NO_UNIT = {
     "schema", "name", "discipline", "default_class", "lines", "fallback_model", "enabled",

@@ -10,7 +10,7 @@ import pytest
 from policy.decisions import Alert, Rotated, Start, Stop, Warm
 from policy.events import RolloutRequested, Standby, Warmed
 from policy.parameters.rollout import Rollout as Section
-from policy.rollout import Rollout
+from policy.rollout import Rollout, RolloutState
 from tests.policy_support import S, assert_integers, up
 
 WHY = "rollout of v2"
@@ -26,7 +26,8 @@ def spec(replica: int, version: str = "v1") -> Any:
 
 
 def fleet(olds: int, standbys: int, **section: Any) -> Rollout:
-    rollout = Rollout(msgspec.convert(section, Section))
+    """Nothing is watched unless ``watch_ms`` is given."""
+    rollout = Rollout(msgspec.convert({"watch_ms": 0} | section, Section))
     for replica in range(olds):
         assert rollout.up(0, spec(replica)) == ()
     for replica in range(olds, olds + standbys):
@@ -205,6 +206,257 @@ def test_only_what_can_do_the_same_takes_a_place() -> None:
     rollout.standby(0, standby(4))
     rollout.taken(3)
     assert request(rollout) == [Start(4, "v2")]
+
+
+# What does not start
+
+
+@pytest.mark.parametrize(
+    ("warmed", "cause"),
+    [(Warmed(2, "v2", ok=False), "the new replica did not start"),
+     (Warmed(2, "v1", ok=False), "another version was loaded")],
+)  # fmt: skip
+def test_a_new_replica_that_does_not_start_ends_the_rollout_at_once(
+    warmed: Warmed, cause: str
+) -> None:
+    rollout = fleet(2, 2)
+    request(rollout)
+    assert rollout.warmed(S, Warmed(2, "v2")) == ()  # of an earlier life
+    [alert] = rollout.warmed(S, warmed)
+    assert isinstance(alert, Alert)
+    assert alert.cause == cause
+    assert alert.figures == (("replica", 2), ("replaced", 0), ("left", 2))
+    assert rollout.deadline_ns() is None
+    assert list(rollout.up(2 * S, spec(3, "v2"))) == [Stop(3)]
+    rollout.standby(2 * S, standby(2))  # its old version again
+    assert request(rollout) == [Start(2, "v2")]
+
+
+def test_a_standby_that_cannot_be_started_any_more_is_not() -> None:
+    rollout = fleet(2, 2)
+    assert list(rollout.down(0, 2, died=True)) == []
+    assert request(rollout) == [Start(3, "v2")]
+    rollout.down(S, 3, died=True)
+    [alert] = request(rollout, "v3")
+    assert isinstance(alert, Alert)
+    assert alert.cause == "no standby to start"
+    rollout.standby(2 * S, standby(2))
+    assert request(rollout) == [Start(2, "v2")]
+
+
+def test_a_standby_that_someone_else_starts_comes_up_with_what_is_served() -> None:
+    rollout = fleet(0, 0)
+    for replica, version in enumerate(("v1", "v2", "v2", "v1", "v2")):
+        rollout.up(0, spec(replica, version))
+    for replica, version in enumerate(("v1", "v3", ""), 5):
+        rollout.standby(0, standby(replica, version=version))
+    rollout.standby(0, standby(8, version="v3", pooling=True))
+    assert [rollout.taken(replica) for replica in range(5, 10)] == ["", "v2", "", "", ""]
+
+
+# Watched
+
+BACK = "rollback of v2"
+
+
+def watched(olds: int = 2, standbys: int = 2, **section: Any) -> Rollout:
+    """All new requests went to the new version 2 s ago."""
+    rollout = fleet(olds, standbys, **({"watch_ms": 60_000} | section))
+    request(rollout)
+    for replica in range(olds, 2 * olds):
+        bring_up(rollout, replica)
+    return rollout
+
+
+def doubt(rollout: Rollout, how: str, replica: int = 2) -> list[Any]:
+    if how == "breaker":
+        return list(rollout.breaker_opened(3 * S, "m", "v2", (("bad", 5), ("total", 9))))
+    if how == "down":
+        return list(rollout.down(3 * S, replica, died=True))
+    return list(rollout.doubted(3 * S, replica, how))
+
+
+def test_a_good_version_lets_the_old_one_go_when_it_was_watched() -> None:
+    rollout = watched()
+    assert rollout.deadline_ns() == 62 * S
+    assert [rollout.draining(replica) for replica in range(4)] == [True, True, False, False]
+    assert rollout.emptied(3 * S, 0) == ()
+    assert list(rollout.ticked(62 * S - 1)) == []
+    assert list(rollout.ticked(62 * S)) == []
+    assert rollout.emptied(62 * S, 0) == (Stop(0),)
+    assert rollout.emptied(62 * S, 1) == (Stop(1),)
+    for replica in (0, 1):
+        rollout.down(63 * S, replica)
+        rollout.standby(63 * S, standby(replica))
+    assert rollout.deadline_ns() is None
+    assert doubt(rollout, "silent") == doubt(rollout, "breaker") == []
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "figures"),
+    [
+        ("failures", "a new replica is out: failures", (("replica", 2),)),
+        ("silent", "a new replica is out: silent", (("replica", 2),)),
+        ("hung", "a new replica is out: hung", (("replica", 2),)),
+        ("down", "a new replica went down", (("replica", 2),)),
+        ("breaker", "a breaker opened", (("bad", 5), ("total", 9))),
+    ],
+)
+def test_a_bad_version_is_rolled_back_at_one_instant(
+    how: str, cause: str, figures: tuple[tuple[str, int], ...]
+) -> None:
+    rollout = watched()
+    *moved, alert = doubt(rollout, how)
+    leaving = [2, 3] if how != "down" else [3]
+    assert [each for each in moved if each.state == "in"] == [
+        Rotated(0, "in", BACK), Rotated(1, "in", BACK),
+    ]  # fmt: skip
+    assert [each for each in moved if each.state == "draining"] == [
+        Rotated(replica, "draining", BACK) for replica in leaving
+    ]
+    assert alert == Alert(
+        "rollout m", f"rolled back: {cause}", (*figures, ("back", 2), ("left", 0)),
+        "back to v1: it serves again",
+    )  # fmt: skip
+    assert [rollout.allowed(replica) for replica in range(4)] == [True, True, False, False]
+    for replica in leaving:
+        assert rollout.emptied(4 * S, replica) == (Stop(replica),)
+        rollout.down(4 * S, replica)
+        rollout.standby(4 * S, standby(replica, version="v2"))
+    assert rollout.deadline_ns() is None  # a rollback is not watched
+    if how == "down":
+        assert list(rollout.up(5 * S, spec(2, "v2"))) == [Stop(2)]
+
+
+@pytest.mark.parametrize("how", ["slow", "retry", "xid_fatal", "backpressure"])
+def test_what_says_nothing_about_the_version_changes_nothing(how: str) -> None:
+    rollout = watched()
+    assert doubt(rollout, how) == []
+    assert doubt(rollout, "silent", replica=0) == []  # an old one
+    assert list(rollout.breaker_opened(3 * S, "m", "v1", ())) == []
+    assert list(rollout.breaker_opened(3 * S, "n", "v2", ())) == []
+    assert list(rollout.down(3 * S, 3, died=True, card=True)) == []
+    assert list(rollout.down(3 * S, 2)) == []
+    assert rollout.deadline_ns() == 62 * S
+
+
+def test_a_breaker_of_the_whole_model_counts_while_nothing_else_serves_it() -> None:
+    rollout = watched()
+    *_, alert = rollout.breaker_opened(3 * S, "m", "", ())
+    assert alert.cause == "rolled back: a breaker opened"
+
+
+def test_the_worst_replica_leaves_first_and_the_rest_is_a_rollout_in_reverse() -> None:
+    """Three waves of one: two old replicas are stopped, and started again as they were."""
+    rollout = fleet(3, 1, watch_ms=60_000)
+    [start] = request(rollout)
+    for leaving in (0, 1):
+        bring_up(rollout, start.replica)
+        assert rollout.emptied(3 * S, leaving) == (Stop(leaving),)
+        rollout.down(3 * S, leaving)
+        [start] = rollout.standby(3 * S, standby(leaving))
+    bring_up(rollout, start.replica)
+    rollout.standby(3 * S, standby(5, version="v2"))
+    assert sorted(replica for replica in range(6) if rollout.allowed(replica)) == [0, 1, 3, 4, 5]
+    assert rollout.emptied(3 * S, 2) == ()
+    first, second, third, alert = doubt(rollout, "hung", replica=1)
+    assert [first, second] == [Rotated(2, "in", BACK), Rotated(1, "draining", BACK)]
+    assert third == Start(5, "v1")
+    assert alert.figures == (("replica", 1), ("back", 1), ("left", 2))
+    assert alert.action == "back to v1: standbys are started with it"
+    assert bring_up(rollout, 5, "v1") == [
+        Rotated(5, "in", "rollout of v1"), Rotated(0, "draining", "rollout of v1"),
+    ]  # fmt: skip
+    for replica in (1, 0):
+        rollout.emptied(4 * S, replica)
+        rollout.down(4 * S, replica)
+    [start] = rollout.standby(5 * S, standby(1, version="v2"))
+    assert start == Start(1, "v1")
+    assert Rotated(3, "draining", "rollout of v1") in bring_up(rollout, 1, "v1")
+    rollout.emptied(6 * S, 3)
+    rollout.down(6 * S, 3)
+    assert rollout.deadline_ns() is None
+
+
+def test_whoever_asks_for_the_old_version_while_it_is_kept_has_it_at_once() -> None:
+    rollout = watched()
+    assert request(rollout, "v1", 3 * S) == [
+        Rotated(0, "in", BACK), Rotated(2, "draining", BACK),
+        Rotated(1, "in", BACK), Rotated(3, "draining", BACK),
+    ]  # fmt: skip
+    assert request(rollout, "v1", 3 * S) == []
+
+
+def test_another_version_ends_the_watch_and_the_old_ones_go() -> None:
+    rollout = watched()
+    assert request(rollout, "v3", 3 * S) == []  # it waits for standbys
+    assert rollout.emptied(3 * S, 0) == (Stop(0),)
+    rollout.down(4 * S, 0)
+    assert rollout.emptied(4 * S, 1) == (Stop(1),)
+    rollout.down(4 * S, 1)
+    assert list(rollout.standby(4 * S, standby(0))) == [Start(0, "v3")]
+    assert doubt(rollout, "silent") == []
+
+
+def test_an_old_replica_that_dies_while_it_is_kept_must_not_serve_again() -> None:
+    rollout = watched()
+    assert list(rollout.down(3 * S, 0, died=True)) == []
+    assert list(rollout.up(4 * S, spec(0))) == [Stop(0)]
+    rollout.down(5 * S, 0)
+    rollout.standby(5 * S, standby(0))
+    *moved, alert = doubt(rollout, "silent", replica=3)
+    assert [(each.replica, each.state) for each in moved if isinstance(each, Rotated)] == [
+        (1, "in"), (3, "draining"),
+    ]  # fmt: skip
+    assert Start(0, "v1") in moved
+    assert alert.figures[-1] == ("left", 1)
+
+
+def test_whose_loss_a_rollout_makes_up_for() -> None:
+    rollout = watched()
+    assert [rollout.covers(replica) for replica in range(5)] == [True, True, True, True, False]
+    rollout.down(3 * S, 0)
+    rollout.down(3 * S, 1)
+    assert not rollout.covers(2)
+    assert not watched(watch_ms=0).covers(2)
+
+
+def test_a_rollback_may_fail_and_then_goes_no_further() -> None:
+    rollout = watched()
+    for replica in (0, 1):
+        rollout.down(2 * S, replica)
+        rollout.standby(2 * S, standby(replica))
+    *starts, alert = doubt(rollout, "breaker")
+    assert starts == [Start(0, "v1"), Start(1, "v1")]
+    assert alert.figures[-2:] == (("back", 0), ("left", 2))
+    [alert] = rollout.warmed(4 * S, Warmed(0, "v1", ok=False))
+    assert alert.cause == "the new replica did not start"
+    assert [rollout.allowed(replica) for replica in (2, 3)] == [True, True]
+    assert rollout.deadline_ns() is None
+
+
+def test_a_watch_goes_on_with_another_clock() -> None:
+    rollout = watched()
+    state = rollout.state(7 * S)
+    later = Rollout(Section())
+    later.load(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RolloutState), 100 * S)
+    assert later.state(100 * S) == state
+    assert later.deadline_ns() == 155 * S
+    assert later.emptied(100 * S, 0) == ()
+    assert doubt(later, "silent")[0] == Rotated(0, "in", BACK)
+
+
+def test_a_snapshot_of_before_anything_was_watched_can_be_read() -> None:
+    rollout = fleet(2, 2)
+    request(rollout)
+    bring_up(rollout, 2)
+    bring_up(rollout, 3)
+    state = rollout.state(0)
+    wire = msgspec.to_builtins(state)
+    wire[3] = [(replica, drain[:2]) for replica, drain in wire[3]]
+    wire[5] = [move[:5] for move in wire[5]]
+    read = msgspec.convert(wire, RolloutState)
+    assert (read.draining, read.moves[0].undoes) == (state.draining, None)
 
 
 def test_its_tables_are_bounded() -> None:

@@ -13,6 +13,7 @@ from policy.decisions import (
     BreakerMoved,
     Dispatch,
     LookUp,
+    ReadProgress,
     Refused,
     Reset,
     Rotated,
@@ -315,6 +316,78 @@ def test_a_silent_replica_gives_its_requests_back() -> None:
     assert checked.in_flight[request] == 1 - replica
 
 
+def hangs(checked: Checked, replica: int) -> list[Any]:
+    """Work keeps coming, and this replica never says anything again; until that is found out."""
+    decided: list[Any] = []
+    tokens = 0
+    for _ in range(400):
+        checked.arrive(stream=False)
+        for decision in ticks(checked, checked.now_ns + 50 * MS):
+            decided.append(decision)
+            if isinstance(decision, ReadProgress):
+                tokens += 10
+                made = 0 if decision.replica == replica else tokens
+                checked.feed(Progress(decision.replica, made))
+        for request, where in list(checked.in_flight.items()):
+            if where != replica:
+                answer(checked, request)
+        if any(isinstance(each, Rotated) and each.why == "hung" for each in decided):
+            return decided
+    raise AssertionError("nobody noticed")
+
+
+def test_a_replica_that_hangs_is_isolated_emptied_and_replaced_at_once() -> None:
+    checked = service(2, confidence={"enabled": False})
+    checked.feed(Standby(7, "spare", (), 30 * S))
+    decided = hangs(checked, 0)
+    states = [d.state for d in decided if isinstance(d, Rotated) and d.replica == 0]
+    assert states == ["ejected", "probing", "isolated"]
+    assert Start(7) in decided
+    assert 0 not in checked.in_flight.values()
+    assert {checked.in_flight[checked.arrive()] for _ in range(4)} == {1}
+    checked.restore()
+    checked.feed(ReplicaDown(0, "killed by signal 9"))
+    checked.bring_up(up(7))
+    checked.feed(Standby(0, "r0", (), 30 * S))
+    assert Start(0) in checked.feed(ReplicaDown(1, "killed by signal 9"))
+
+
+def test_the_only_replica_that_hangs_gives_way_to_a_standby() -> None:
+    off = {"enabled": False}  # a model that nobody serves is cut off, too
+    checked = service(1, confidence=off, breakers=off)
+    checked.feed(Standby(7, "spare", (), 30 * S))
+    decided = hangs(checked, 0)
+    assert Rotated(0, "in", "silent") in decided
+    assert Start(7) in decided
+    checked.restore()
+    checked.bring_up(up(7))
+    checked.arrive(deadline_ns=60 * S)
+    assert set(checked.in_flight.values()) == {7}
+
+
+def test_a_stream_that_has_begun_on_what_hangs_is_ended() -> None:
+    checked = service(2, health={"hung_ejections": 1}, confidence={"enabled": False})
+    stream = next(
+        one for one in (checked.arrive() for _ in range(4)) if checked.in_flight[one] == 0
+    )
+    checked.first(stream, after_ns=MS)
+    hangs(checked, 0)
+    assert (checked.outcomes[stream].outcome, checked.outcomes[stream].why) == ("failed", "silent")
+
+
+def test_what_hangs_stays_out_over_a_switch_and_comes_back_when_it_answers() -> None:
+    checked = service(2, confidence={"enabled": False})
+    hangs(checked, 0)
+    switched(checked, health={"open_ms": 3000}, confidence={"enabled": False})
+    assert {checked.in_flight[checked.arrive()] for _ in range(4)} == {1}
+    checked.restore()
+    decided = ticks(checked, checked.now_ns + 5 * S)
+    assert Rotated(0, "probing", "retry") in decided
+    probes = [request for request in (checked.arrive() for _ in range(6))
+              if checked.in_flight[request] == 0]  # fmt: skip
+    assert Rotated(0, "in", "probe_answered") in answer(checked, probes[0])
+
+
 def test_a_throttled_card_takes_no_new_work_while_others_can() -> None:
     checked = service()
     hot = GpuRead(0, 1000, 0, 0, 1000, 1000, throttled=True, age_ns=0)
@@ -339,6 +412,34 @@ def test_a_dead_replica_is_replaced_by_a_standby() -> None:
     checked.feed(Standby(7, "spare", (), 30 * S))
     decisions = checked.feed(ReplicaDown(0, "killed"))
     assert Start(7) in decisions
+
+
+def test_a_standby_that_is_withdrawn_is_started_by_nobody() -> None:
+    checked = service(2, {"models": ("m",), "version": "v1"})
+    checked.feed(Standby(7, "spare", ("m",), 30 * S, "v1"))
+    assert kinds(checked.feed(ReplicaDown(7, "gpu_lost"))) == ["Alert"]
+    assert kinds(checked.feed(RolloutRequested("m", "v2"))) == ["Alert"]
+    assert not [d for d in checked.feed(GpuFault(0, "xid_fatal", 79)) if isinstance(d, Start)]
+    checked.feed(Standby(7, "spare", ("m",), 30 * S, "v1"))
+    assert Start(7) in checked.feed(ReplicaDown(1, "killed"))
+
+
+@pytest.mark.parametrize(
+    "failed_start", [ReplicaDown(7, "exited with code 1"), Warmed(7, "", ok=False)]
+)
+def test_a_start_that_fails_is_made_up_for_by_the_next_standby(failed_start: Any) -> None:
+    checked = service(2)
+    checked.feed(Standby(7, "spare", (), 10 * S))
+    checked.feed(Standby(8, "spare too", (), 30 * S))
+    assert Start(7) in checked.feed(ReplicaDown(0, "killed"))
+    assert Start(8) in checked.feed(failed_start)
+
+
+def test_what_replaces_a_broken_card_is_on_another_one() -> None:
+    checked = service(1, {"domain": "host0/card0/mig0"})
+    checked.feed(Standby(7, "same card", (), S, domain="host0/card0/mig1"))
+    checked.feed(Standby(8, "other card", (), 30 * S, domain="host0/card1"))
+    assert Start(8) in checked.feed(GpuFault(0, "xid_fatal", 79))
 
 
 def test_a_fleet_that_can_grow_is_told_its_load_and_shrinks_when_idle() -> None:
@@ -487,7 +588,123 @@ def test_a_new_version_takes_over_when_it_is_warm_and_not_before() -> None:
     for request in [request for request, replica in checked.in_flight.items() if replica == 0]:
         decisions = answer(checked, request)
     assert checked.outcomes[old].outcome == "answered"
-    assert Stop(0) in decisions
+    assert Stop(0) not in decisions  # it runs on while the new one is watched
+    assert Stop(0) not in ticks(checked, 299 * S)
+    assert Stop(0) in ticks(checked, 301 * S)
+
+
+def rolled_out(**sections: Any) -> Checked:
+    """Replicas 0 and 1 have v1 and are drained, 2 and 3 have v2 and all new requests."""
+    checked = service(2, {"models": ("m",), "version": "v1"}, **sections)
+    for replica in (2, 3):
+        checked.feed(Standby(replica, f"r{replica}", ("m",), S, "v1"))
+    checked.feed(RolloutRequested("m", "v2"))
+    for replica in (2, 3):
+        checked.bring_up(up(replica, models=("m",), version="v2"))
+    for replica in (2, 3):
+        checked.feed(Warmed(replica, "v2"))
+    assert {checked.in_flight[checked.arrive()] for _ in range(4)} == {2, 3}
+    return checked
+
+
+def rolled_back(checked: Checked, decisions: Any, cause: str, leaving: Any = (2, 3)) -> None:
+    """All new requests go to the old version, and ``leaving`` are stopped as they empty."""
+    told = [d for d in decisions if isinstance(d, Alert) and d.key == "rollout m"]
+    assert [alert.cause for alert in told] == [f"rolled back: {cause}"]
+    checked.restore()
+    assert {checked.in_flight[checked.arrive()] for _ in range(6)} <= {0, 1}
+    stopped = {d.replica for d in decisions if isinstance(d, Stop)}
+    for request, replica in list(checked.in_flight.items()):
+        if replica in leaving:
+            stopped |= {d.replica for d in answer(checked, request) if isinstance(d, Stop)}
+    assert stopped == set(leaving)
+
+
+RULE = {
+    "name": "errors", "kinds": ["http_5xx"], "share_permille": 500, "volume_least": 4,
+    "failures_least": 2, "window_ms": 60_000,
+}  # fmt: skip
+DOUBT = {
+    "name": "doubt", "low_confidence_below_permille": 300, "share_permille": 500,
+    "volume_least": 4, "failures_least": 2, "window_ms": 60_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by", [["model"], ["model", "version"], ["model", "version", "line"]])
+@pytest.mark.parametrize("doubtful", [False, True])
+def test_a_version_that_answers_badly_is_rolled_back(by: list[str], doubtful: bool) -> None:
+    rule = (DOUBT if doubtful else RULE) | {"by": by}
+    sections = {"breakers": {"rules": [rule]}, "retries": {"tries_most": 1}}
+    checked = rolled_out(health={"enabled": False}, **sections)
+    decided: list[Any] = []
+    for _ in range(4):
+        request = checked.arrive(stream=False, after_ns=MS)
+        if doubtful:
+            decided += answer(checked, request, **LOST)
+        else:
+            decided += checked.fail(request, "http_5xx")
+    rolled_back(checked, decided, "a breaker opened")
+
+
+def test_a_version_whose_replica_fails_or_dies_is_rolled_back() -> None:
+    checked = rolled_out(breakers={"enabled": False})
+    decided: list[Any] = []
+    while not any(isinstance(d, Rotated) and d.state == "ejected" for d in decided):
+        request = next(number for number, where in checked.in_flight.items() if where == 2)
+        decided += checked.fail(request, "http_5xx")
+        checked.arrive()
+        checked.arrive()
+    rolled_back(checked, decided, "a new replica is out: failures")
+    checked = rolled_out(breakers={"enabled": False})
+    for request in [number for number, where in checked.in_flight.items() if where == 2]:
+        checked.fail(request, "replica_lost")
+    decided = list(checked.feed(ReplicaDown(2, "exited with code 1")))
+    rolled_back(checked, decided, "a new replica went down", leaving=(3,))
+    assert Stop(2) in checked.feed(up(2, models=("m",), version="v2"))
+
+
+def test_what_breaks_on_the_only_new_replica_goes_to_the_old_one_that_is_kept() -> None:
+    checked = service(1, {"models": ("m",), "version": "v1"})
+    checked.feed(Standby(2, "r2", ("m",), S, "v1"))
+    checked.feed(RolloutRequested("m", "v2"))
+    checked.bring_up(up(2, models=("m",), version="v2"))
+    checked.feed(Warmed(2, "v2"))
+    requests = [checked.arrive() for _ in range(3)]
+    decided: list[Any] = []
+    for request in requests:
+        assert checked.in_flight[request] == 2
+        decided += checked.fail(request, "replica_lost")
+        assert checked.in_flight[request] == 0
+    decided += checked.feed(ReplicaDown(2, "killed by signal 9"))
+    rolled_back(checked, decided, "a new replica is out: replica_lost", leaving=(2,))
+
+
+def test_a_card_that_breaks_under_a_new_version_is_not_the_versions_fault() -> None:
+    checked = rolled_out()
+    checked.feed(Standby(7, "spare", ("m",), S, "v1"))
+    decided = checked.feed(GpuFault(2, "xid_fatal", 79))
+    assert Start(7, "v2") in decided
+    decided += checked.feed(ReplicaDown(2, "gpu_error"))
+    assert not [d for d in decided if isinstance(d, Alert) and d.key == "rollout m"]
+    assert {checked.in_flight[checked.arrive()] for _ in range(4)} == {3}
+
+
+def test_the_loss_of_an_old_replica_that_is_kept_needs_no_standby() -> None:
+    checked = rolled_out()
+    checked.feed(Standby(7, "spare", ("m",), S, "v1"))
+    decided = checked.feed(GpuFault(0, "xid_fatal", 79)) + checked.feed(ReplicaDown(1, "killed"))
+    assert not [d for d in decided if isinstance(d, Start)]
+
+
+def test_a_rollback_is_told_though_the_rollout_was_in_trouble_just_before() -> None:
+    checked = rolled_out(health={"enabled": False}, rollout={"watch_ms": 60_000})
+    policy = checked.policy
+    for each in (policy, checked.double):
+        assert isinstance(each, Service)
+        alerts = each.mechanisms["alerts"]
+        alerts.raised(checked.now_ns, "rollout m", "the rollout is not over yet")  # type: ignore[attr-defined]
+    decided = checked.feed(ReplicaDown(2, "exited with code 1"))
+    rolled_back(checked, decided, "a new replica went down", leaving=(3,))
 
 
 def test_a_rollout_that_cannot_be_is_told_once() -> None:

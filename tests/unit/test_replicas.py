@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from policy.decisions import Abort, Decision, Dispatch, ReadProgress, Settled, Start, Stop, Warm
+from policy.decisions import (
+    Abort,
+    Decision,
+    Dispatch,
+    ReadProgress,
+    Rotated,
+    Settled,
+    Start,
+    Stop,
+    Warm,
+)
 from policy.events import (
     Arrived,
     Event,
@@ -32,13 +42,14 @@ from tests.support import (
     flat_cost,
     play_rows,
 )
-from twin.faults import ColdStart, EngineHung, EngineKilled, SlowCard
+from twin.faults import ColdStart, EngineHung, EngineKilled, GpuLost, SlowCard, StartFails
 from twin.fleet import numbered
 from twin.world import WorldError, WorldSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from twin.faults import Fault
     from twin.fleet import ReplicaSpec
 
 STEP_NS = 1000
@@ -258,6 +269,64 @@ def test_a_slow_card_changes_the_pace_between_two_steps() -> None:
         assert result.last_ns == 1 + 4 * 1000 + 3 * 2500 + 2 * 1000
 
 
+def isolates(replica: int = 0, at_request: int = 1, then: Decision | None = None) -> ScriptedPolicy:
+    """It is said to hang when that request arrives; lost requests are failed."""
+
+    def more(now_ns: int, event: Event) -> list[Decision]:
+        if isinstance(event, Arrived) and event.request == at_request:
+            return [Rotated(replica, "isolated", "hung"), *([then] if then else [])]
+        return []
+
+    return served(more, to=replica)
+
+
+def test_a_supervisor_ends_what_hangs_and_starts_it_again() -> None:
+    log = ListLog()
+    settings = replace(WAYS, hung_restart_ns=7000)
+    rows = {"arrival_s": [0.0, seconds(9000), seconds(100_000)], "output_tokens": [9] * 3}
+    hang = EngineHung(at_s=seconds(2500), on=0)
+    _, results = play_rows(rows, fleet(), isolates(), settings=settings, log=log, faults=[hang])
+    assert told(log, ReplicaDown) == [(9000 + WAY_NS, ReplicaDown(0, "hung"))]
+    assert [now_ns for now_ns, _ in told(log, ReplicaUp)] == [0, 9000 + 7000 + 50_000]
+    assert not told(log, Standby)
+    assert [result.outcome for result in results] == ["failed", "failed", "answered"]
+
+
+@pytest.mark.parametrize("restart_ns", [0, 7000])
+def test_without_a_supervisor_it_hangs_on_and_a_broken_card_is_not_started_on(
+    restart_ns: int,
+) -> None:
+    log = ListLog()
+    settings = replace(WAYS, hung_restart_ns=restart_ns, call_timeout_ns=200_000)
+    rows = {"arrival_s": [0.0, seconds(9000), seconds(100_000)], "output_tokens": [9] * 3}
+    faults: list[Fault] = [EngineHung(at_s=seconds(2500), on=0)]
+    if restart_ns:
+        faults.append(GpuLost(at_s=seconds(10_000), on=0))
+    play_rows(rows, fleet(), isolates(), settings=settings, log=log, faults=faults)
+    assert len(told(log, ReplicaUp)) == 1
+    assert bool(told(log, ReplicaDown)) is bool(restart_ns)
+    assert not told(log, Standby)
+
+
+@pytest.mark.parametrize("then", [Start(1), Stop(0), None])
+def test_what_was_ended_stands_by_if_another_took_its_place_or_it_is_not_wanted(
+    then: Decision | None,
+) -> None:
+    log = ListLog()
+    settings = replace(BARE, hung_restart_ns=7000)
+    rows = {"arrival_s": [0.0, seconds(9000), seconds(100_000)]}
+    main, spare = numbered([*fleet(), *fleet()])
+    play_rows(rows, [main], isolates(then=then), settings=settings, log=log, standbys=[spare])
+    again = [(now_ns, event.replica) for now_ns, event in told(log, Standby) if now_ns]  # type: ignore[union-attr]
+    ups = [(now_ns, event.replica) for now_ns, event in told(log, ReplicaUp) if now_ns]  # type: ignore[union-attr]
+    if then == Start(1):
+        assert (again, ups) == ([(16_000, 0)], [(59_000, 1)])
+    elif then == Stop(0):
+        assert (again, ups) == ([(9000, 0)], [])
+    else:
+        assert (again, ups) == ([], [(66_000, 0)])
+
+
 # Coming up
 
 
@@ -321,6 +390,62 @@ def test_a_cold_start_takes_longer_and_may_load_what_was_there() -> None:
     play_rows(rows, [main], served(more), log=log, standbys=[spare], faults=[cold])
     now_ns, up = told(log, ReplicaUp)[1]
     assert (now_ns, up.version) == (85_000, "v1")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("asked", "fails", "event"),
+    [("v2", "v2", Warmed(1, "v2", ok=False)), ("v2", "", Warmed(1, "v2", ok=False)),
+     ("", "v1", ReplicaDown(1, "did not start")), ("v2", "v3", None)],
+)  # fmt: skip
+def test_a_version_that_does_not_start_says_so_and_is_a_standby_again(
+    asked: str, fails: str, event: Event | None
+) -> None:
+    log = ListLog()
+
+    def more(now_ns: int, event: Event) -> list[Decision]:
+        first = isinstance(event, Arrived) and event.request == 0
+        return [Start(1, asked)] if first else []
+
+    main, spare = numbered([*fleet(), *fleet()])
+    broken = StartFails(at_s=0.0, on=1, version=fails)
+    rows = {"arrival_s": [seconds(10_000), seconds(90_000)]}
+    play_rows(rows, [main], served(more), settings=WAYS, log=log, standbys=[spare], faults=[broken])
+    said = told(log, Warmed, ReplicaDown)
+    again = [now_ns for now_ns, _ in told(log, Standby) if now_ns]
+    if event is None:
+        assert (said, again, len(told(log, ReplicaUp))) == ([], [], 2)
+    else:
+        assert said == [(60_000 + WAY_NS, event)]
+        assert (again, len(told(log, ReplicaUp))) == ([60_000 + WAY_NS], 1)
+
+
+def test_a_version_that_could_not_be_started_can_be_when_it_was_mended() -> None:
+    log = ListLog()
+
+    def more(now_ns: int, event: Event) -> list[Decision]:
+        return [Start(1, "v2")] if isinstance(event, Standby) else []
+
+    main, spare = numbered([*fleet(), *fleet()])
+    broken = StartFails(at_s=0.0, for_s=seconds(60_000))
+    rows = {"arrival_s": [seconds(190_000)]}
+    play_rows(rows, [main], served(more), log=log, standbys=[spare], faults=[broken])
+    assert [now_ns for now_ns, _ in told(log, ReplicaUp)] == [0, 100_000]
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_standby_whose_card_breaks_is_down_and_back_when_it_is_repaired(starting: bool) -> None:
+    log = ListLog()
+
+    def more(now_ns: int, event: Event) -> list[Decision]:
+        first = isinstance(event, Arrived) and event.request == 0
+        return [Start(1)] if first and starting else []
+
+    main, spare = numbered([*fleet(), *fleet()])
+    lost = GpuLost(at_s=seconds(20_000), on=1, back_s=seconds(30_000))
+    rows = {"arrival_s": [seconds(10_000), seconds(90_000)]}
+    play_rows(rows, [main], served(more), settings=WAYS, log=log, standbys=[spare], faults=[lost])
+    assert told(log, ReplicaDown) == [(20_000 + WAY_NS, ReplicaDown(1, "gpu"))]
+    assert [now_ns for now_ns, _ in told(log, Standby)] == [0, 50_000 + WAY_NS]
 
 
 def test_a_warm_up_that_finds_nobody_fails() -> None:

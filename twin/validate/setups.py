@@ -352,7 +352,7 @@ _LASTING = frozenset({
 
 
 def _fault_list(on: int, long_tokens: int) -> list[dict[str, Any]]:
-    """Every kind of fault that the twin knows, on one replica where it is about one."""
+    """Every kind of fault that strikes what serves, on one replica where it is about one."""
     dies = {"dies_after_s": FAULT_FOR_S / 2, "reset_s": FAULT_FOR_S}
     return [
         {"kind": "gpu_lost", "on": on, "back_s": FAULT_FOR_S},
