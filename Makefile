@@ -10,7 +10,7 @@ export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
 .PHONY: demo live-demo ui test test-live test-ui check oracle bench-twin bench-gateway dst scenarios \
-  scenarios-long scorecard soak soak-long fidelity forecast-bench loop-demo gpu-steps format clean
+  scenarios-long scorecard soak soak-long drills fidelity forecast-bench loop-demo gpu-steps gpu-check format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
@@ -87,6 +87,14 @@ loop-demo: .venv/dev
 # Step times of a Qwen3-8B-shaped model with PyTorch; without a GPU a tiny shape, and says so.
 gpu-steps: .venv/gpu
 	$(BIN)/python -m tests.bench.gpu_steps
+
+# Seven drills on demo fleets, each three times, beside the twin's predictions: about eleven minutes.
+drills: .venv/dev
+	$(BIN)/python -m tests.bench.drills
+
+# The six dimensions of placement for every card here; without a GPU it says so.
+gpu-check: .venv/live
+	$(BIN)/twinkeel gpu show
 
 format: .venv/dev
 	$(BIN)/ruff check --fix .

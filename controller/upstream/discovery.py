@@ -79,13 +79,16 @@ async def described(replica: Replica, upstream: Upstream) -> tuple[ReplicaUp, Pa
         max(1, base.max_model_len or flags.max_model_len),
     )
     cost = StepCost.from_profile(match.profile)
+    memory_mb = match.profile.tensor_parallel * match.gpu.memory_bytes // MIB
+    closeness_permille, memory_mb = replica.placed or (1000, memory_mb)
     up = announce(
         replica.id, replica.name, match.profile, match.model, cost, sizes,
         models=_names(cards),
         version=version_of(cards, upstream),
         domain=upstream.domain,
         labels=_labels(upstream, engine),
-        memory_mb=match.profile.tensor_parallel * match.gpu.memory_bytes // MIB,
+        closeness_permille=closeness_permille,
+        memory_mb=memory_mb,
     )  # fmt: skip
     if match.note:
         log.info("%s: %s (else: %s)", replica.name, match.note, advice(replica.url))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import msgspec
 from yarl import URL
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Replica:
 
     __slots__ = (
         "_urls", "attempts", "cost", "handling_ns", "held", "id", "lacks", "name", "network_ns",
-        "session", "spec", "streams", "tokens", "up", "upstream", "url",
+        "placed", "session", "spec", "streams", "tokens", "up", "upstream", "url",
     )  # fmt: skip
 
     def __init__(self, id: int, upstream: Upstream, session: aiohttp.ClientSession) -> None:
@@ -43,6 +44,9 @@ class Replica:
         """Its fleet keeps it back: nobody looks for it, and it is not up."""
         self.spec: ReplicaUp | None = None
         """What was last said of it."""
+        self.placed: tuple[int, int] | None = None
+        """How near its cards are to each other, per mille, and their memory in MB, as they say
+        themselves; None: nobody asked them."""
         self.cost: StepCost | None = None
         """Of its steps, by its profile."""
         self.tokens = 0
@@ -60,9 +64,13 @@ class Replica:
         self.lacks: tuple[str, ...] = ()
         """Metrics that its page, as last read, should have and has not."""
 
-    def move(self, url: str) -> None:
-        """What runs in its place is at another address from now on. It must not be up."""
+    def move(self, url: str, version: str | None = None) -> None:
+        """What runs in its place is at another address, or has another version of its model (None:
+        the one it had), from now on. It must not be up."""
+        if version is None:
+            version = self.upstream.version
         self.url = url.rstrip("/")
+        self.upstream = msgspec.structs.replace(self.upstream, url=url, version=version)
         self._urls.clear()
 
     def handled(self, ns: int) -> None:
