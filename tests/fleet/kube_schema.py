@@ -1,0 +1,162 @@
+"""Manifests are checked as ``kubectl create --dry-run=client --validate=strict`` does, by kubectl
+itself: here is the server that it asks what kinds there are and which fields they have.
+
+``kubernetes_v1_31.json`` holds the definitions of the kinds that are used in ``controller/deploy``,
+of the OpenAPI of Kubernetes v1.31 (Apache License 2.0), without descriptions and status: made from
+the JSON schemas v1.31.0 of the package kubernetes-validate 1.37.0, turned back into OpenAPI.
+kubectl reads them in gnostic's protobuf form (``openapi.v2.Document``), which is encoded here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KINDS = "x-kubernetes-group-version-kind"
+PROTOBUF = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
+CLUSTER_WIDE = ("Namespace",)
+
+
+def definitions() -> dict[str, Any]:
+    """By name."""
+    text = (Path(__file__).parent / "kubernetes_v1_31.json").read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def kinds() -> dict[tuple[str, str], list[str]]:
+    """Kinds by (group, version)."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for schema in definitions().values():
+        for each in schema.get(KINDS, ()):
+            found.setdefault((each["group"], each["version"]), []).append(each["kind"])
+    return found
+
+
+# ---- OpenAPI v2 as protobuf ----
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _number(number << 3 | 2) + _number(len(data)) + data
+
+
+def _number(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _text(number: int, text: str) -> bytes:
+    return _field(number, text.encode())
+
+
+def _named(name: str, schema: dict[str, Any]) -> bytes:
+    return _field(1, _text(1, name) + _field(2, _schema(schema)))
+
+
+def _schema(schema: dict[str, Any]) -> bytes:
+    """An ``openapi.v2.Schema``; numbers are those of its fields."""
+    out = b""
+    if "$ref" in schema:
+        out += _text(1, schema["$ref"])
+    if "format" in schema:
+        out += _text(2, schema["format"])
+    for name in schema.get("required", ()):
+        out += _text(19, name)
+    if "additionalProperties" in schema:
+        out += _field(21, _field(1, _schema(schema["additionalProperties"])))
+    if "type" in schema:
+        out += _field(22, _text(1, schema["type"]))
+    if "items" in schema:
+        out += _field(23, _field(1, _schema(schema["items"])))
+    if "properties" in schema:
+        members = b"".join(_named(*each) for each in sorted(schema["properties"].items()))
+        out += _field(25, members)
+    if KINDS in schema:
+        said = _text(2, json.dumps(schema[KINDS]))
+        out += _field(31, _text(1, KINDS) + _field(2, said))
+    return out
+
+
+def document() -> bytes:
+    """The whole, as ``/openapi/v2`` answers it."""
+    named = b"".join(_named(*each) for each in definitions().items())
+    info = _text(1, "Kubernetes") + _text(2, "v1.31.0")
+    return _text(1, "2.0") + _field(2, info) + _field(8, b"") + _field(9, named)
+
+
+# ---- discovery ----
+
+
+def _resources(group: str, version: str, names: list[str]) -> dict[str, Any]:
+    return {
+        "kind": "APIResourceList",
+        "apiVersion": "v1",
+        "groupVersion": f"{group}/{version}" if group else version,
+        "resources": [
+            {
+                "name": _plural(kind), "singularName": kind.lower(), "kind": kind,
+                "namespaced": kind not in CLUSTER_WIDE, "verbs": ["create", "get", "list", "patch"],
+            }
+            for kind in names
+        ],
+    }  # fmt: skip
+
+
+def _plural(kind: str) -> str:
+    name = kind.lower()
+    return name[:-1] + "ies" if name.endswith("y") else name + "s"
+
+
+def answers() -> dict[str, tuple[str, bytes]]:
+    """Content type and body, by path."""
+    groups: list[dict[str, Any]] = []
+    out: dict[str, Any] = {
+        "/version": {"major": "1", "minor": "31", "gitVersion": "v1.31.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    }
+    for (group, version), names in kinds().items():
+        if not group:
+            out["/api/v1"] = _resources(group, version, names)
+            continue
+        out[f"/apis/{group}/{version}"] = _resources(group, version, names)
+        known = {"groupVersion": f"{group}/{version}", "version": version}
+        groups.append({"name": group, "versions": [known], "preferredVersion": known})
+    out["/apis"] = {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    said = {path: ("application/json", json.dumps(each).encode()) for path, each in out.items()}
+    return said | {"/openapi/v2": (PROTOBUF, document())}
+
+
+@contextlib.contextmanager
+def discovery_server() -> Iterator[str]:
+    """What kubectl asks before it validates; its URL."""
+    known = answers()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            kind, body = known.get(self.path.partition("?")[0], ("", b""))
+            self.send_response(200 if kind else 404)
+            self.send_header("Content-Type", kind or "text/plain")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
