@@ -50,6 +50,7 @@ An upstream is a URL and, after commas, what its server does not say of itself:
 \b
 Examples:
   twinkeel serve --upstream http://10.0.0.7:8000 --upstream http://10.0.0.8:8000
+  twinkeel serve --fleet fleet.yaml
   twinkeel serve --gpu-policy=stable --upstream http://10.0.0.7:8000 --observe
   twinkeel serve --config controller.yaml --port 9000 --check
 
@@ -144,10 +145,15 @@ _NESTED = ("features", "limits")
 
 def _check_whole(settings: Settings, where: str) -> None:
     """What no single value shows."""
-    if not settings.upstreams:
+    if settings.fleet and settings.upstreams:
+        raise FileError(
+            where, f"{settings.fleet} says which servers there are, and upstreams are given, too",
+            key="fleet", hint="give either --fleet or --upstream",
+        )  # fmt: skip
+    if not (settings.fleet or settings.upstreams):
         raise FileError(
             where, "there is no server to send requests to", key="upstreams",
-            hint="--upstream http://HOST:8000, once for each vLLM server",
+            hint="--upstream http://HOST:8000, once for each vLLM server, or --fleet FILE",
         )  # fmt: skip
     urls: set[str] = set()
     for index, upstream in enumerate(settings.upstreams):
@@ -242,6 +248,10 @@ def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]
 @click.option(
     "--upstream", "upstreams", multiple=True, metavar="URL[,...]",
     help="A vLLM server; repeat for each.",
+)  # fmt: skip
+@click.option(
+    "--fleet", default=None, metavar="FILE",
+    help="Start, watch and stop the servers of a fleet file; instead of --upstream.",
 )  # fmt: skip
 @click.option(
     "--policy", default=None, metavar="NAME|FILE", shell_complete=_completed(policy_names),
@@ -366,6 +376,10 @@ def _check_files(settings: Settings) -> None:
                 settings.keys, "holds no key, so nobody could call", key="keys",
                 hint="add one: twinkeel keys add TENANT",
             )  # fmt: skip
+    if settings.fleet:
+        from controller.fleet.opening import checked
+
+        list(checked(Path(settings.fleet)))
     data = settings.data_path
     if data.exists() and not data.is_dir():
         raise FileError(str(data), "is no folder", key="data")
@@ -384,6 +398,11 @@ def _report_check(settings: Settings) -> None:
         model = load_model(settings.forecast)
         ahead = ", ".join(f"{horizon * model.window_s / 60:g}" for horizon in model.horizons)
         click.echo(f"forecast {settings.forecast}: says what comes in {ahead} minutes: valid")
+    if settings.fleet:
+        from controller.fleet.opening import checked
+
+        for line in checked(Path(settings.fleet)):
+            click.echo(f"fleet    {line}: valid")
     unfit = _report_servers(settings)
     if unfit:
         raise BadInput(f"{', '.join(unfit)}: cannot be used as it is, see above")
@@ -468,7 +487,7 @@ def _announce(settings: Settings, running: Running) -> None:
     from controller.admin.token import token_path
 
     parameters = running.driver.parameters
-    count = len(settings.upstreams)
+    count = len(running.driver.replicas)
     servers = "1 server" if count == 1 else f"{count} servers"
     click.echo(f"twinkeel serving {running.url}")
     click.echo(f"  policy {parameters.name} ({parameters.discipline}), {servers}")

@@ -31,6 +31,8 @@ class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: str = ""
     """File of the step records that its plug-in writes, or their folder, which no other server may
     share, as this machine sees it; empty: as the server says, if that is a path here."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of its cards or MIG slice, if they are this machine's: then they are watched."""
 
 
 class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,7 +79,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A controller."""
 
-    upstreams: tuple[Upstream, ...]
+    upstreams: tuple[Upstream, ...] = ()
+    fleet: str = ""
+    """Fleet file: the servers are processes that this controller runs; then there are no
+    ``upstreams``. Empty: there are."""
     policy: str = "stable"
     """Name of a preset, or path of a policy file."""
     observe: bool = False

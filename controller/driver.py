@@ -29,7 +29,7 @@ from policy.runner import Runner
 from policy.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from controller.call import Call
     from controller.config import Settings
@@ -119,6 +119,7 @@ class Driver:
         self.refusal = ""
         """What it said of the last of them."""
         self.suspect: Callable[[Replica], object] = lambda replica: None
+        self._ended: Callable[[Replica], Awaitable[None]] | None = None
         self._offered: Call | None = None
         """The request that the policy is being told of."""
         self._direct: tuple[Replica, Dispatch] | None = None
@@ -144,15 +145,22 @@ class Driver:
 
     # ---- events ----
 
-    def start(self, errands: Errands, suspect: Callable[[Replica], object]) -> None:
+    def start(
+        self,
+        errands: Errands,
+        suspect: Callable[[Replica], object],
+        ended: Callable[[Replica], Awaitable[None]] | None = None,
+    ) -> None:
         """Take work from now on.
 
         Args:
             errands: does what is asked for beside sending requests.
             suspect: is told of a replica that could not be reached.
+            ended: waits a moment for the end of a replica whose connection broke.
         """
         self._errands = errands
         self.suspect = suspect
+        self._ended = ended
         self.every(FLUSH_S, self._log.flush)
         self.every(LOOK_S, self._time_out)
 
@@ -175,8 +183,8 @@ class Driver:
         self._say("fed", self.now_ns(), event)
         self._runner.feed(event)
         if type(event) is ReplicaDown:
-            replica = self.replicas[event.replica]
-            if replica.attempts:
+            replica = self.replicas.get(event.replica)  # an earlier run may have had more
+            if replica is not None and replica.attempts:
                 task = self._loop.create_task(self._give_up(replica))
                 self._givers.add(task)
                 task.add_done_callback(self._givers.discard)
@@ -238,6 +246,14 @@ class Driver:
         finally:
             self._offered = None
             call.gateway_ns += self.now_ns() - call.read_ns
+
+    async def broke(self, replica: Replica) -> None:
+        """A connection to it broke. A process's connections break a moment before its end is seen,
+        and that is told first: so its cause is known, and a request finds what took its place."""
+        if replica.up and self._ended is not None:
+            await self._ended(replica)
+        if replica.up:
+            self.suspect(replica)
 
     def cancel(self, call: Call) -> None:
         """Its caller went away; nothing happens if it is settled already."""
@@ -404,6 +420,7 @@ class Driver:
         call = self.calls[decision.request]
         replica = self.replicas[decision.replica]
         call.replica = replica.id
+        call.version = "" if replica.spec is None else replica.spec.version
         call.tier = decision.tier
         call.tries += 1
         call.dispatched_ns = self.now_ns()

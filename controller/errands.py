@@ -10,9 +10,18 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from controller.driver import AFTER_READING_S
-from controller.upstream import judge
+from controller.upstream import judge, warming
 from controller.upstream.client import TryFailed
-from policy.decisions import LookUp, ReadProgress, SaveCheckpoint, Verify, Warm
+from policy.decisions import (
+    LookUp,
+    ReadProgress,
+    Rotated,
+    SaveCheckpoint,
+    Start,
+    Stop,
+    Verify,
+    Warm,
+)
 from policy.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -66,6 +75,7 @@ class Errands:
         read_progress: Callable[[Replica], Awaitable[int | None]],
         counts: Callable[[Replica], bool],
         warm: Callable[[Replica], Awaitable[Warmed]],
+        fleet: Callable[[Decision], object] = lambda decision: None,
     ) -> None:
         self._driver = driver
         self._client = client
@@ -74,14 +84,11 @@ class Errands:
         self._read = read_progress
         self._counts = counts
         self._warm_up = warm
+        self._fleet = fleet
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, decision: Decision) -> None:
-        """Carry it out; a decision that asks for nothing is only for the log.
-
-        Replicas are started and stopped by whoever runs the servers, so ``Start`` and ``Stop`` are
-        signals for them.
-        """
+        """Carry it out; a decision that asks for nothing is only for the log."""
         if isinstance(decision, ReadProgress):
             self._progress(self._driver.replicas[decision.replica])
         elif isinstance(decision, Verify):
@@ -92,6 +99,8 @@ class Errands:
             self._look_up(decision)
         elif isinstance(decision, Warm):
             self._spawn(self._warm(self._driver.replicas[decision.replica]))
+        elif isinstance(decision, Start | Stop | Rotated):
+            self._fleet(decision)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -176,7 +185,7 @@ class Errands:
         if kept is None:
             driver.feed(LookedUp(decision.request, False))
             return
-        call.body = kept.body
+        call.body, call.version = kept.body, kept.version
         age_ns = now_ns - kept.at_ns
         driver.feed(LookedUp(decision.request, True, age_ns, kept.confidence_permille))
 
@@ -186,7 +195,7 @@ class Errands:
         self._spawn(self._warm_quietly(replica))
 
     async def _warm_quietly(self, replica: Replica) -> None:
-        warmed = await self._warm_up(replica)
+        warmed = await warming.warm(replica)
         if not warmed.ok:
             LOGGER.warning("%s did not answer its warm-up requests", replica.name)
 

@@ -22,10 +22,15 @@ from controller.deployment.manager import INTERRUPTED, Deployments, Tee
 from controller.deployment.papers import KEY_FILE, KEY_VARIABLE, load_key
 from controller.driver import FLUSH_S, Driver
 from controller.errands import Errands
+from controller.fleet.local import LocalFleet
+from controller.fleet.opening import open_fleet
+from controller.fleet.reload import Reloads
+from controller.fleet.static import StaticFleet
 from controller.forecasting import LOOK_S, Forecasting, kept_windows, load_model
 from controller.gateway.answers import Answers
 from controller.gateway.app import Gateway
 from controller.gateway.keys import load_keys
+from controller.gpus.watching import watch_gpus
 from controller.listener import Listener
 from controller.observe import Shadow
 from controller.openapi import published
@@ -41,11 +46,10 @@ from controller.telemetry.spans import Spans
 from controller.telemetry.webhook import Webhook
 from controller.upstream.replica import Replica
 from controller.upstream.scrape import Scraper
-from controller.upstream.warming import warm
 from controller.upstream.watching import Watcher
 from policy.breakers import Breakers
 from policy.decisions import BreakerMoved
-from policy.events import ReplicaUp
+from policy.events import ReplicaDown, ReplicaUp
 from policy.files import FileError
 from policy.parameters import policy_hash
 from policy.service import Service
@@ -56,7 +60,9 @@ if TYPE_CHECKING:
     from controller.accepting import Acceptor
     from controller.beginning import Beginning
     from controller.config import Settings
+    from controller.fleet.contract import Fleet
     from controller.forecasting import Model
+    from controller.gpus.watching import GpuWatch
     from policy.decisions import BreakerState, Decision
     from policy.events import Event
     from policy.parameters import Parameters
@@ -174,7 +180,8 @@ async def _start(
     stack.callback(database.close)
     interrupted = await database.run(lambda db: end_interrupted(db, time.time(), INTERRUPTED))
     beginning = await begin(settings, database)
-    driver, tee, ears = await _driver(settings, beginning, database, model, stack)
+    fleet = open_fleet(settings)
+    driver, tee, ears = await _driver(settings, fleet, beginning, database, model, stack)
     deployments = Deployments(settings, driver, tee, database, deploy_key)
     driver.listen(deployments)
     stack.push_async_callback(deployments.close)
@@ -182,11 +189,19 @@ async def _start(
     if settings.observe:
         running.shadow = beginning.wanted
     await _tell_breakers(beginning, database, ears)
+    answers = Answers()
+    reloads = Reloads(fleet, driver)
+    stack.push_async_callback(reloads.close)
+    watcher, look = _servers(settings, driver, fleet, reloads, database, answers, stack)
+    reloads.gate = watcher
     go_on(beginning, driver, settings)
+    _forget_standbys(beginning, driver)
+    stack.push_async_callback(fleet.close)
+    watch = await _watch_cards(fleet, driver)
+    stack.push_async_callback(watch.close)
+    reloads.cards = watch.views
     deployments.tell_interrupted(interrupted)
 
-    answers = Answers()
-    look = _servers(settings, driver, database, answers, stack)
     openapi = published("controller.gateway")
     secret = kept_key(data / "fingerprint.key")
     gateway = Gateway(driver, secret, answers, database, keys, ears.metrics.rejected, openapi)
@@ -202,6 +217,8 @@ async def _start(
     sources = Sources(
         settings, driver, ears.stats, token, ears.metrics.render, database, deployments,
         running.why_not_ready, running.stop, ears.reader.waiting, ears.observed, running.shadow,
+        fleet.view, watch.views, partial(_restore, fleet, watch), partial(_mend, fleet),
+        reloads,
     )  # fmt: skip
     with _naming("admin-port", settings.admin_host, settings.admin_port):
         admin, admin_door = await http.listen_app(
@@ -211,6 +228,7 @@ async def _start(
     stack.callback(admin_door.stop)
     running.admin_url = f"http://{settings.admin_host}:{admin_door.port}"
     _tell_address(data / ADDRESS_FILE, running.admin_url, stack)
+    await fleet.begin(driver, watcher)
     look()
     _handle_signals(running, stack)
     _collect_rarely()
@@ -232,6 +250,7 @@ class _Hearers:
 
 async def _driver(
     settings: Settings,
+    fleet: Fleet,
     beginning: Beginning,
     database: Database,
     model: Model | None,
@@ -244,7 +263,7 @@ async def _driver(
     )  # fmt: skip
     stack.callback(log.close)
     session = await stack.enter_async_context(http.session())
-    replicas = [Replica(number, each, session) for number, each in enumerate(settings.upstreams)]
+    replicas = [Replica(number, each, session) for number, each in enumerate(fleet.upstreams)]
     epoch_ns = time.time_ns() - clock()
     spans = Spans(settings, epoch_ns, lambda replica: replicas[replica].url)
     stack.push_async_callback(spans.close)
@@ -371,21 +390,52 @@ class _PolicyTeller(Listener):
 # ---- the servers' side ----
 
 
+async def _watch_cards(fleet: Fleet, driver: Driver) -> GpuWatch:
+    """The cards of this machine's servers, whoever runs these."""
+    cards = {number: each.gpus for number, each in enumerate(fleet.upstreams) if each.gpus}
+    if isinstance(fleet, LocalFleet | StaticFleet):
+        return await watch_gpus(driver, cards, fleet.card_broken, fleet.card_well)
+    return await watch_gpus(driver, cards)
+
+
+def _restore(fleet: Fleet, watch: GpuWatch, uuid: str) -> bool:
+    """An operator says that a card is well: whoever holds it for broken hears of it."""
+    if watch.restore(uuid):
+        return True
+    return isinstance(fleet, LocalFleet | StaticFleet) and fleet.restore(uuid)
+
+
+def _mend(fleet: Fleet, replica: int) -> bool:
+    return isinstance(fleet, LocalFleet | StaticFleet) and fleet.slot_well(replica)
+
+
+def _forget_standbys(beginning: Beginning, driver: Driver) -> None:
+    """What the policy remembers as a standby, or as about to start, may be neither by now, or gone
+    from the fleet file: the fleet tells anew what there is."""
+    if beginning.recovered is not None and isinstance(beginning.policy, Service):
+        for replica in range(beginning.policy.facts.highest_replica + 1):
+            driver.feed(ReplicaDown(replica, "controller_lost"))
+
+
 def _servers(
     settings: Settings,
     driver: Driver,
+    fleet: Fleet,
+    reloads: Reloads,
     database: Database,
     answers: Answers,
     stack: contextlib.AsyncExitStack,
-) -> Callable[[], None]:
-    """Do what the policy asks for; what is returned begins to look for the servers."""
+) -> tuple[Watcher, Callable[[], None]]:
+    """Do what the policy asks for; the second of what is returned begins to look for the
+    servers."""
     watcher = Watcher(driver, settings.probe_s)
     scraper = Scraper(driver, settings.scrape_s, watcher.paged, settings.features.confidence)
     errands = Errands(
-        driver, driver.client, database, answers, scraper.read_progress, scraper.counts, warm
-    )
+        driver, driver.client, database, answers, scraper.read_progress, scraper.counts,
+        reloads.warm, fleet.run,
+    )  # fmt: skip
     stack.push_async_callback(errands.close)
-    driver.start(errands, watcher.suspect)
+    driver.start(errands, watcher.suspect, fleet.ended)
     if settings.features.confidence:
         driver.listen(_WarmsUp(driver, errands))
     stack.push_async_callback(watcher.close)
@@ -395,7 +445,7 @@ def _servers(
         watcher.start()
         scraper.start()
 
-    return look
+    return watcher, look
 
 
 class _WarmsUp(Listener):

@@ -15,6 +15,9 @@ from msgspec import Meta
 from controller.admin.status import alerts_of, status_of
 from controller.admin.token import Gate
 from controller.deployment.papers import OVERRIDE_MOST, POLICY_MOST, Papers, Refusal, read_policy
+from controller.fleet import drill
+from controller.fleet.contract import FleetView
+from controller.fleet.reload import Asked
 from controller.openapi import published
 from controller.store.database import DatabaseError
 from policy.files import FileError
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from controller.config import Settings
     from controller.deployment.manager import Deployments
     from controller.driver import Driver
+    from controller.fleet.reload import Reloads
     from policy.parameters import Parameters
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -38,7 +42,7 @@ DEPLOY_BYTES_MOST = 16 * 1024 * 1024
 OVERRIDE = "x-twinkeel-override"
 _STATUS = {
     "refused": 422, "invalid_policy": 400, "invalid_plan": 400, "no_such_deployment": 404,
-    "changed_meanwhile": 412,
+    "changed_meanwhile": 412, "no_such_model": 404, "no_such_reload": 404,
 }  # fmt: skip
 """Of refusals; 409 of the others: the present state does not allow it."""
 HISTORY_MOST = 100
@@ -71,6 +75,10 @@ def _nothing() -> Mapping[str, int]:
     return {}
 
 
+def _no_fleet() -> FleetView:
+    return FleetView("static", ())
+
+
 def _not_observing() -> Mapping[str, int] | None:
     return None
 
@@ -97,6 +105,16 @@ class Sources:
     """With ``--observe``: what the policy would have done, by what and how often."""
     shadow: Parameters | None = None
     """With ``--observe``: the policy that would have."""
+    fleet: Callable[[], FleetView] = _no_fleet
+    """What runs in which slot."""
+    cards: Callable[[], Sequence[object]] = tuple
+    """GPUs and MIG slices, and how they are."""
+    restore: Callable[[str], bool] = lambda uuid: False
+    """A card or slice is well again, somebody says. False: none of that UUID is broken."""
+    mend: Callable[[int], bool] = lambda replica: False
+    """The same of what a slot runs on."""
+    reloads: Reloads | None = None
+    """Brings models into other versions."""
 
 
 def make_app(sources: Sources) -> web.Application:
@@ -120,6 +138,12 @@ def make_app(sources: Sources) -> web.Application:
             web.get("/ready", admin.ready),
             web.get("/metrics", admin.metrics),
             web.get("/status", admin.status),
+            web.get("/fleet", admin.fleet),
+            web.post("/fleet/cards/{uuid}/restore", admin.restore_card),
+            web.post("/fleet/models/{model}/reload", admin.reload),
+            web.get("/fleet/models/{model}/reload", admin.reloading),
+            web.post("/fleet/drill", admin.drill),
+            web.delete("/fleet/drill/{replica}", admin.end_drill),
             web.get("/policy", admin.policy),
             web.put("/policy", admin.put_policy),
             web.get("/policies", admin.policies),
@@ -169,6 +193,47 @@ class _Admin:
                 sources.observed(), sources.shadow, sources.deployments.said(),
             )
         )  # fmt: skip
+
+    async def fleet(self, request: web.Request) -> web.StreamResponse:
+        """What runs in which slot, and the cards that it runs on."""
+        sources = self._sources
+        return _json({"fleet": sources.fleet(), "cards": list(sources.cards())})
+
+    async def restore_card(self, request: web.Request) -> web.StreamResponse:
+        """An operator has seen to a card: what stood still for it starts again."""
+        uuid = request.match_info["uuid"]
+        if not self._sources.restore(uuid):
+            return _error(404, "not_broken", f"no card or slice {uuid[:80]} is broken: GET /fleet")
+        return _json({"uuid": uuid, "status": "well"})
+
+    async def reload(self, request: web.Request) -> web.StreamResponse:
+        """Bring a model into another version while it serves."""
+        asked = msgspec.json.decode(await _body(request), type=Asked)
+        return _json(await self._reloads().begin(request.match_info["model"], asked), 202)
+
+    async def reloading(self, request: web.Request) -> web.StreamResponse:
+        """How the last reload of a model stands."""
+        return _json(self._reloads().view(request.match_info["model"]))
+
+    def _reloads(self) -> Reloads:
+        if self._sources.reloads is None:
+            raise Refusal("not_local", "this controller runs no servers")
+        return self._sources.reloads
+
+    async def drill(self, request: web.Request) -> web.StreamResponse:
+        """Let the policy believe that a card is broken."""
+        fault = drill.read(await _body(request))
+        try:
+            return _json({"told": drill.pretend(fault, self._sources.driver)})
+        except drill.DrillRefused as refused:
+            return _error(refused.status, "drill_refused", str(refused))
+
+    async def end_drill(self, request: web.Request) -> web.StreamResponse:
+        """What a slot runs on is well again."""
+        number = request.match_info["replica"]
+        if not _NUMBER.fullmatch(number) or not self._sources.mend(int(number)):
+            return _error(404, "not_broken", f"slot {number[:20]} is not broken: GET /fleet")
+        return _json({"replica": int(number), "status": "well"})
 
     async def policy(self, request: web.Request) -> web.StreamResponse:
         """The policy file in force, every key with its unit and why; its hash is the ETag."""

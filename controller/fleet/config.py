@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from controller.config import Port, Seconds  # noqa: TC001 - msgspec reads them
+from controller.gpus.mig import check_places
+from policy.files import FileError, decode, load_profile, read_document
 
 VLLM = (
     "vllm", "serve", "{weights}", "--served-model-name", "{model}", "--host", "{host}",
@@ -125,3 +131,80 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         twice = sorted({port for port in ports if ports.count(port) > 1})
         if twice:
             raise ValueError(f"port {twice[0]} is given twice")
+
+
+_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def load_fleet(path: Path) -> FleetFile:
+    """Read a fleet file.
+
+    Raises:
+        FileError: it cannot be used: where, which key, what stands there.
+    """
+    return decode(read_document(path), FleetFile, str(path))
+
+
+def check_fleet(file: FleetFile, where: str) -> None:
+    """See whether this machine has what a fleet file names.
+
+    Raises:
+        FileError: it has not: which key, and what to do.
+    """
+    places_by_key: dict[str, tuple[str, ...]] = {}
+    for name, model in file.models.items():
+        key = f"models.{name}"
+        for version, weights in model.versions.items():
+            _check_weights(weights, where, f"{key}.versions.{version}")
+        _check_command(model, where, f"{key}.command")
+        if model.profile:
+            load_profile(model.profile)
+        for kind, places in (("replicas", model.replicas), ("standbys", model.standbys)):
+            for number, place in enumerate(places):
+                at = f"{key}.{kind}[{number}].gpus"
+                for uuid in place.gpus:
+                    _check_uuid(uuid, where, at)
+                if place.gpus:
+                    places_by_key[at] = place.gpus
+    if not places_by_key:
+        return
+    from controller.gpus.mig_device import read_cards  # needs the extra `live`
+
+    wrong = check_places(places_by_key, read_cards())
+    if wrong:
+        raise FileError(where, "; ".join(wrong), hint="`nvidia-smi -L` lists cards and slices")
+
+
+def _check_weights(weights: str, where: str, key: str) -> None:
+    """A hub name is the server's to find; a path has to be here."""
+    if HUB_NAME.fullmatch(weights) and not weights.startswith((".", "/")):
+        return
+    if weights.startswith(("/", ".", "~")) and not Path(weights).exists():
+        raise FileError(
+            where, f"{weights} is not here", key=key, value=weights,
+            hint="the folder of the model's weights, or a hub name such as Qwen/Qwen3-8B",
+        )  # fmt: skip
+
+
+def _check_command(model: Model, where: str, key: str) -> None:
+    program = model.command[0]
+    path = model.env.get("PATH", os.environ.get("PATH", ""))
+    if shutil.which(program, path=path) is None:
+        raise FileError(
+            where, f"{program} is no program that can be run here", key=key, value=program,
+            hint="install vLLM, or give the whole path of its command",
+        )  # fmt: skip
+    if "{port}" not in " ".join((*model.command, *model.args)):
+        raise FileError(
+            where, "{port} is missing, so its server would not know where to listen", key=key,
+            hint="such as --port {port}",
+        )  # fmt: skip
+
+
+def _check_uuid(uuid: str, where: str, key: str) -> None:
+    if not _UUID.fullmatch(uuid):
+        raise FileError(
+            where, f"{uuid!r} is no UUID of a card or a MIG slice", key=key, value=uuid,
+            hint="`nvidia-smi -L` lists them; numbers are not taken, since they change",
+        )  # fmt: skip

@@ -33,7 +33,8 @@ it is run by someone else."""
 class Feeder(Protocol):
     """The driver, as a fleet sees it."""
 
-    replicas: Mapping[int, Replica]
+    @property
+    def replicas(self) -> Mapping[int, Replica]: ...
 
     def now_ns(self) -> int: ...
     def feed(self, event: Event) -> None: ...
@@ -49,6 +50,10 @@ class Gate(Protocol):
 
     def release(self, replica: Replica) -> None:
         """Look for it at once, and say so when it is up."""
+        ...
+
+    async def prepare(self, replica: Replica) -> None:
+        """Find out what it is while it is held, so that ``release`` need not wait for it."""
         ...
 
 
@@ -68,6 +73,10 @@ class Fleet(Protocol):
     def run(self, decision: Decision) -> None:
         """Carry out ``Start``, ``Stop`` and ``Rotated(isolated)``, in the background; whatever else
         is decided is none of its business. A slot that cannot do it says so with an event."""
+        ...
+
+    async def ended(self, replica: Replica) -> None:
+        """A connection to it broke: return when its end has been told, or after a moment."""
         ...
 
     def view(self) -> FleetView:
@@ -111,3 +120,9 @@ class FleetView(msgspec.Struct, frozen=True):
     kind: str
     """static, local or kubernetes."""
     slots: tuple[SlotView, ...]
+
+
+class FleetAnswer(msgspec.Struct, frozen=True):
+    """What ``GET /fleet`` answers, for who needs no cards."""
+
+    fleet: FleetView

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from controller.fleet.contract import Feeder, Gate, SlotState
     from controller.fleet.kubernetes_config import Cluster
+    from controller.upstream.replica import Replica
     from policy.decisions import Decision
 
 STOP_COST = "-1000"
@@ -121,6 +122,9 @@ class KubernetesFleet:
             trouble = partial(driver.trouble, f"kubernetes {deployment}")
             source.reflector = Reflector(self._api, deployment, self._soon, trouble)
             self._spawn(source.reflector.run(), f"pods of {deployment}")
+
+    async def ended(self, replica: Replica) -> None:
+        """Nobody here knows more of it than the watcher."""
 
     def run(self, decision: Decision) -> None:
         """Carry out ``Start``, ``Stop`` and ``Rotated(isolated)``."""

@@ -88,13 +88,13 @@ class Client:
             return
         except aiohttp.ConnectionTimeoutError:
             failed = "replica_lost"
-            driver.suspect(replica)
+            await driver.broke(replica)
         except TimeoutError:
             failed = "timeout"
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError) as error:
             cut = call.first_ns >= 0 or isinstance(error, aiohttp.ClientPayloadError)
             failed = "stream_cut" if cut else "replica_lost"
-            driver.suspect(replica)
+            await driver.broke(replica)
         except aiohttp.ClientError:  # its HTTP cannot be read
             failed = "malformed"
         except Exception:  # whatever a server makes of us, the request must have its outcome

@@ -20,16 +20,21 @@ WARM_S_MOST = 120.0
 log = logging.getLogger(__name__)
 
 
-async def warm(replica: Replica) -> Warmed:
+async def warm(replica: Replica, pooling: bool | None = None) -> Warmed:
     """Send one small request to each endpoint that the server has, one of them with logprobs, and
-    see what it has loaded. An endpoint that answers 4xx is one that it does not serve."""
+    see what it has loaded. An endpoint that answers 4xx is one that it does not serve.
+
+    Args:
+        pooling: it serves embeddings only; None: as it was described, else it does not.
+    """
     version = "" if replica.spec is None else replica.spec.version
     try:
         async with asyncio.timeout(WARM_S_MOST):
             cards = await cards_of(replica)
             version = version_of(cards, replica.upstream)
             model = base_of(cards).id
-            pooling = replica.spec is not None and replica.spec.pooling
+            if pooling is None:
+                pooling = replica.spec is not None and replica.spec.pooling
             answers = [await _asked(replica, model, *asked) for asked in _questions(model, pooling)]
     except (DiscoveryError, *ANSWERLESS) as error:
         log.warning("%s: warm-up failed: %s", replica.name, told(error))

@@ -16,7 +16,7 @@ import socket
 import time
 from collections import deque
 from statistics import median_low
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 
@@ -25,6 +25,7 @@ from controller.upstream.scrape import ANSWERLESS, Page, fetch, read_page, told
 from policy.events import ReplicaDown
 
 if TYPE_CHECKING:
+    from controller.config import Upstream
     from controller.upstream.replica import Replica
     from controller.upstream.scrape import Fleet
     from policy.cost import StepCost
@@ -45,11 +46,24 @@ OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno
 log = logging.getLogger(__name__)
 
 
+class _Found(NamedTuple):
+    """What a server has said of itself."""
+
+    up: ReplicaUp
+    page: Page
+    page_ns: int
+    """When it was asked for."""
+    cost: StepCost
+    upstream: Upstream
+    """As it was then: a server that was replaced since has another."""
+
+
 class _Watch:
     """What is kept of one replica between two looks at it."""
 
     __slots__ = (
-        "doubtful", "level", "page", "page_ns", "pings", "refused", "restarted", "said_s", "wake",
+        "doubtful", "level", "page", "page_ns", "pings", "prepared", "refused", "restarted",
+        "said_s", "wake",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -64,6 +78,8 @@ class _Watch:
         self.doubtful = False
         """It was away for a moment: is it still the same process?"""
         self.restarted = False
+        self.prepared: _Found | None = None
+        """What it is, as found out while it is held."""
         self.wake = asyncio.Event()
         self.level = logging.NOTSET
         """Of what the log was told last, and (next) when that was."""
@@ -105,15 +121,32 @@ class Watcher:
     def hold(self, replica: Replica, reason: str) -> None:
         """Nothing new goes there, and nobody looks for it; if it was up, it is down from now on."""
         replica.held = True
+        watch = self._watches.get(replica.id)
+        if watch is not None:
+            watch.prepared = None
         if replica.up:
             self._down(replica, reason)
 
     def release(self, replica: Replica) -> None:
-        """Look for it at once, and say so when it is up."""
+        """Look for it at once, and say so when it is up: now, if it is known what it is."""
         replica.held = False
         watch = self._watches.get(replica.id)
-        if watch is not None:
-            watch.wake.set()
+        if watch is None:
+            return
+        found, watch.prepared = watch.prepared, None
+        if found is not None and found.upstream is replica.upstream and not replica.up:
+            self._found(replica, watch, found)
+        watch.wake.set()
+
+    async def prepare(self, replica: Replica) -> None:
+        """Find out what it is while it is held, so that ``release`` need not wait for it."""
+        watch = self._watches.get(replica.id)
+        if watch is None or not replica.held:
+            return
+        with contextlib.suppress(DiscoveryError, *ANSWERLESS):  # then it is found out later
+            found = await _asked(replica)
+            if replica.held:
+                watch.prepared = found
 
     def suspect(self, replica: Replica) -> None:
         """A connection to it failed: look at once."""
@@ -157,21 +190,25 @@ class Watcher:
     # Down: until it says what it is
 
     async def _find(self, replica: Replica, watch: _Watch) -> None:
-        asked_ns = time.monotonic_ns()
         try:
-            async with asyncio.timeout(DESCRIBE_S_MOST):
-                up, watch.page, cost = await described(replica, replica.upstream)
+            found = await _asked(replica)
         except (DiscoveryError, *ANSWERLESS) as error:
             self._say(replica, watch, error)
             return
-        watch.page_ns = asked_ns
+        watch.refused = 0
+        for _ in range(PINGS_AT_FIRST):
+            await self._ping(replica, watch)
+        # Its fleet may have shut and opened the gate meanwhile: what was asked is gone then.
+        gate = not replica.held and not replica.up and replica.upstream is found.upstream
+        if gate and not watch.refused:
+            self._found(replica, watch, found)
+
+    def _found(self, replica: Replica, watch: _Watch, found: _Found) -> None:
+        watch.page, watch.page_ns = found.page, found.page_ns
         watch.refused = 0
         watch.doubtful = watch.restarted = False
         watch.level = logging.NOTSET
-        for _ in range(PINGS_AT_FIRST):
-            await self._ping(replica, watch)
-        if not watch.refused and not replica.held:
-            self._up(replica, up, cost)
+        self._up(replica, found.up, found.cost)
 
     def _up(self, replica: Replica, up: ReplicaUp, cost: StepCost) -> None:
         replica.spec = up
@@ -246,6 +283,13 @@ class Watcher:
             log.error("%s", error)
         else:
             log.error("watching %s: %s; going on", replica.name, told(error), exc_info=error)
+
+
+async def _asked(replica: Replica) -> _Found:
+    asked_ns, upstream = time.monotonic_ns(), replica.upstream
+    async with asyncio.timeout(DESCRIBE_S_MOST):
+        up, page, cost = await described(replica, upstream)
+    return _Found(up, page, asked_ns, cost, upstream)
 
 
 def _is_another(before: Page, page: Page) -> bool:

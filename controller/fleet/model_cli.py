@@ -1,0 +1,114 @@
+"""``twinkeel model hot-reload``: another version of a model takes over while it serves."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import click
+
+from controller.cli import TOKEN_VARIABLE, admin_url, check_url, plain_errors, token_for
+from controller.config import Settings
+from controller.deployment.cli import Where, asked
+
+if TYPE_CHECKING:
+    from controller.fleet.reload import ReloadView
+
+WATCH_S = 0.5
+EXIT_BACK = 1
+EXIT_LEFT = 130
+"""As a shell reports SIGINT."""
+HELP = """Bring MODEL into another version while it serves; back by itself if that is no good.
+
+\b
+The new version is started beside the one that serves, on standbys; what it has loaded is verified,
+it is warmed, and it is tried out: its answers must be answers, and as confident as those of the
+version that serves. Then every new request goes to it, and old ones finish where they began. For a
+while (rollout.watch_ms) the old replicas are kept, and take over again if it fails after all.
+
+Without room beside the old version, --drain-then-swap replaces one replica after the other. Asking
+for the version from before, while a reload goes on, calls it back.
+
+\b
+Examples:
+  twinkeel model hot-reload --model qwen --version v1.1 --weights /models/qwen-v1.1
+  twinkeel model hot-reload --model qwen --version v1.0
+"""
+
+
+@click.group("model", help="The models of a running controller's fleet.")
+def model() -> None:
+    """The group."""
+
+
+@model.command("hot-reload", help=HELP)
+@click.option("--model", "name", required=True, metavar="MODEL", help="As callers name it.")
+@click.option("--version", required=True, metavar="V", help="The one that is to serve.")
+@click.option("--weights", default="", metavar="PATH",
+              help="Folder on the controller's machine, or hub name; of a version that it knows"
+              " already, none is needed.")  # fmt: skip
+@click.option("--drain-then-swap", "swap", is_flag=True,
+              help="Without standbys: one replica at a time is started anew.")  # fmt: skip
+@click.option("--admin", default=None, metavar="URL",
+              help="The controller's admin API.  [default: as the data folder says]")  # fmt: skip
+@click.option("--data", type=click.Path(path_type=Path), default=Path(Settings().data),
+              show_default=True, metavar="FOLDER",
+              help="The controller's data folder, if it is here.")  # fmt: skip
+@click.option("--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
+              help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else"
+              " admin.token in the data folder.")  # fmt: skip
+def hot_reload(
+    name: str, version: str, weights: str, swap: bool,
+    admin: str | None, data: Path, token_file: Path | None,
+) -> None:  # fmt: skip
+    with plain_errors():
+        from controller.fleet.reload import ReloadView
+
+        url = admin or admin_url(data)
+        check_url(url, "--admin", "URL", path=False)
+        where = Where(url.rstrip("/"), token_for(token_file, data))
+        path = f"/fleet/models/{quote(name, safe='')}/reload"
+        document = {"version": version, "weights": _whole(weights), "swap": swap}
+        view = asked(where, path, ReloadView, document)
+        try:
+            told = _tell(view, 0)
+            while not view.over:
+                time.sleep(WATCH_S)
+                view = asked(where, path, ReloadView)
+                told = _tell(view, told)
+        except KeyboardInterrupt:
+            again = f"twinkeel model hot-reload --model {name} --admin {where.url} --version"
+            click.echo(f"it goes on. To see how: {again} {version}")
+            click.echo(f"To call it back: {again} {view.before}")
+            raise SystemExit(EXIT_LEFT) from None
+    _tell_end(view)
+    wanted = "done" if version == view.version else "rolled back"  # it was asked to call it back
+    raise SystemExit(0 if view.phase == wanted else EXIT_BACK)
+
+
+def _whole(weights: str) -> str:
+    """A path that is here is told in full: the controller may have been started elsewhere."""
+    path = Path(weights).expanduser()
+    return os.path.abspath(path) if weights and path.exists() else weights
+
+
+def _tell(view: ReloadView, told: int) -> int:
+    """Say the steps that were not said yet; how many have been."""
+    for step in view.steps[told:]:
+        click.echo(f"{step.after_s:7.1f} s  {step.text}")
+    return len(view.steps)
+
+
+def _tell_end(view: ReloadView) -> None:
+    if view.phase == "done":
+        click.echo(f"{view.model} is served in version {view.version}, after {view.took_s:.1f} s")
+        return
+    sides = ((view.new, view.version), (view.old, view.before))
+    serving = ", ".join(f"{count} of {version}" for count, version in sides if count)
+    click.echo(
+        f"{view.version} is {view.phase} after {view.took_s:.1f} s: {view.why}; replicas:"
+        f" {serving or 'none'}"
+    )
