@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from controller.calibration import cli as calibration
 from controller.cli import BadInput, keys, plain_errors, serve, status
 from controller.deployment import cli as deployment
+from controller.drills.cli import drill_command
+from controller.fleet_cli import fleet
+from controller.gpu_cli import gpu
+from controller.model_cli import model
 from dashboards.cli import ui
 from traces.cli import trace
 from twin.cli import completion, policy, replay_command
@@ -21,6 +25,10 @@ from twin.scenario_cli import scenario
 from twin.serve.cli import twin
 from twin.tune.cli import tune_command
 from twin.validate.cli import evidence_group, validate_command
+
+if TYPE_CHECKING:
+    from controller.drills.measure import Case
+    from policy.drills import DrillFigures
 
 HELP = """Twinkeel: a digital twin and live controller that keep LLM serving stable.
 
@@ -40,6 +48,8 @@ Start here:
   twinkeel deploy tuned.yaml --evidence build/evidence.json    to live traffic, and back if it harms
   twinkeel twin serve --profile h100-sxm/qwen3-8b --port 8000  a simulated vLLM over HTTP
   twinkeel serve --upstream http://127.0.0.1:8000              the controller in front of it
+  twinkeel serve --fleet fleet.yaml                            the same, and it runs the servers too
+  twinkeel drill engine-kill                                   break something, on a demo fleet
   twinkeel ui --admin http://127.0.0.1:8081                    all of it in a browser
   twinkeel calibrate --engine http://127.0.0.1:8000 --out p.yaml   a profile of a real server
 """
@@ -143,6 +153,22 @@ def _compare(source: Path, against: str, alarm: float) -> int:
     return calibration.show_drift(found, against, alarm)
 
 
+def play_drill(case: Case) -> DrillFigures:
+    """A drill in the twin.
+
+    Raises:
+        ValueError: it cannot be played there, or its trace is not here.
+    """
+    from twin.drills import predict
+
+    if case.trace is None:
+        raise ValueError(
+            "the traffic's trace is not on this machine, or no --profile says how fast its servers"
+            " are"
+        )
+    return predict(case.broken, case.log.records(), case.trace, case.log.parameters, case.profiles)
+
+
 main.add_command(replay_command)
 main.add_command(calibrate)
 main.add_command(trace)
@@ -160,6 +186,10 @@ main.add_command(status)
 main.add_command(keys)
 main.add_command(audit)
 main.add_command(explain)
+main.add_command(fleet)
+main.add_command(gpu)
+main.add_command(model)
+main.add_command(drill_command(play_drill))
 main.add_command(ui)
 main.add_command(completion)
 for live in (deployment.history, deployment.diff, deployment.rollback, deployment.status):

@@ -58,7 +58,7 @@ class Call:
         "finish_reason", "first_ns", "gateway_ns", "kept", "last_ns", "last_sent_ns", "name",
         "network_ns", "output_tokens", "own", "policy", "prompt_tokens", "read_ns", "replica",
         "request", "response", "second", "sent_ns", "served_status", "settled", "settled_ns",
-        "span", "tail", "tier", "tries", "web",
+        "span", "tail", "tier", "tries", "version", "web",
     )  # fmt: skip
 
     def __init__(self, asked: Asked, name: str, entered_ns: int, request: web.BaseRequest) -> None:
@@ -91,12 +91,13 @@ class Call:
         """There and back with the server's HTTP handling: of a stream its own, until its headers
         came; else the usual time of these, or of an empty request."""
         self.replica = -1
-        self.tier = ""
-        self.policy = ""
+        self.tier = self.policy = ""
         """Hash of the policy that sent its present try, in short; empty: none did."""
-        self.tries = 0
+        self.version = ""
+        """Of the model of the replica that the last try went to, or that made an answer that was
+        kept; empty: not known."""
         self.prompt_tokens = -1
-        self.cached_tokens = self.output_tokens = 0
+        self.tries = self.cached_tokens = self.output_tokens = 0
         self.engine: EngineTimes | None = None
         self.finish_reason = ""
         self.contradiction = False

@@ -88,11 +88,12 @@ def plain_errors() -> Iterator[None]:
 
 
 def parse_upstream(text: str) -> dict[str, object]:
-    """``URL[,part=value...]`` as a mapping of ``Upstream``'s fields; ``label`` may be repeated."""
+    """``URL[,part=value...]`` as a mapping of ``Upstream``'s fields; ``label`` and ``gpu`` may be
+    repeated."""
     url, *parts = [part.strip() for part in text.split(",")]
     found: dict[str, object] = {"url": url}
-    labels: list[str] = []
-    known = (*PARTS_OF_UPSTREAM, "label")
+    lists: dict[str, list[str]] = {"labels": [], "gpus": []}
+    known = (*PARTS_OF_UPSTREAM, "label", "gpu")
     for part in parts:
         name, equals, value = part.partition("=")
         if name not in known:
@@ -101,8 +102,8 @@ def parse_upstream(text: str) -> dict[str, object]:
             )
         if not equals or not value:
             raise FileError(f"upstream {url}", "has no value: write NAME=VALUE", key=name)
-        if name in ("label", "labels"):
-            labels.append(value)
+        if f"{name.removesuffix('s')}s" in lists:
+            lists[f"{name.removesuffix('s')}s"].append(value)
         elif name in found:
             raise FileError(f"upstream {url}", "stands twice", key=name)
         elif name.startswith("max_"):
@@ -111,7 +112,7 @@ def parse_upstream(text: str) -> dict[str, object]:
             found[name] = int(value)
         else:
             found[name] = value
-    return {**found, "labels": labels} if labels else found
+    return found | {name: values for name, values in lists.items() if values}
 
 
 def make_settings(file: Path | None, options: dict[str, Any]) -> Settings:

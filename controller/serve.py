@@ -30,6 +30,7 @@ from controller.forecasting import LOOK_S, Forecasting, kept_windows, load_model
 from controller.gateway.answers import Answers
 from controller.gateway.app import Gateway
 from controller.gateway.keys import load_keys
+from controller.gpus.gauges import families
 from controller.gpus.watching import watch_gpus
 from controller.listener import Listener
 from controller.observe import Shadow
@@ -200,6 +201,7 @@ async def _start(
     watch = await _watch_cards(fleet, driver)
     stack.push_async_callback(watch.close)
     reloads.cards = watch.views
+    ears.metrics.also(lambda: families(watch.views()))
     deployments.tell_interrupted(interrupted)
 
     openapi = published("controller.gateway")

@@ -31,6 +31,8 @@ class Kept(NamedTuple):
     body: bytes
     at_ns: int
     confidence_permille: int
+    version: str = ""
+    """Of the model that made it."""
 
 
 class Answers:
@@ -42,12 +44,14 @@ class Answers:
         self._bytes = 0
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
 
-    def keep(self, asked: Asked, body: bytes, at_ns: int, confidence_permille: int) -> None:
+    def keep(
+        self, asked: Asked, body: bytes, at_ns: int, confidence_permille: int, version: str = ""
+    ) -> None:
         if len(body) > ANSWER_BYTES_MOST:
             return
         key = _key(asked)
         self._drop(key)
-        self._kept[key] = Kept(body, at_ns, confidence_permille)
+        self._kept[key] = Kept(body, at_ns, confidence_permille, version)
         self._bytes += len(body) + OVERHEAD_BYTES
         while self._bytes > self._bytes_most:
             self._drop(next(iter(self._kept)))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BUFFER_BYTES_MOST = 256 * 1024
 """What a caller that reads slowly may have waiting for it before its stream is held up."""
 COMMENT = b": waiting\n\n"
+VERSION = "x-twinkeel-model-version"
 
 
 class CallerGone(Exception):
@@ -93,6 +94,8 @@ class Streams:
         headers["x-twinkeel-request"] = str(call.request)
         if call.tier:
             headers["x-twinkeel-tier"] = call.tier
+        if call.first_ns >= 0 and version_label(call.version):  # else another may answer yet
+            headers[VERSION] = version_label(call.version)
         headers["Cache-Control"] = "no-cache"
         headers["Content-Type"] = "text/event-stream; charset=utf-8"
         headers["Server-Timing"] = server_timing_so_far(call, self._clock())
@@ -108,6 +111,13 @@ class Streams:
             let_go(call)
         finally:
             self.blocked[number] -= 1
+
+
+def version_label(version: str) -> str:
+    """A model's version as callers are told it; empty: it is only known as a folder of the server,
+    which is nobody's business, or cannot stand in a header."""
+    fit = version.isascii() and version.isprintable() and not version.startswith("/")
+    return version if fit else ""
 
 
 def let_go(call: Call) -> NoReturn:

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from controller.gateway import editing, errors
-from controller.gateway.streams import CallerGone, let_go
+from controller.gateway.streams import VERSION, CallerGone, let_go, version_label
 from controller.store.database import Database, DatabaseError
 from controller.telemetry.timing import server_timing, timing_object
 from policy.canary import HASH_DIGITS
@@ -152,6 +152,9 @@ class Teller:
         }
         if settled.tier:
             headers["x-twinkeel-tier"] = settled.tier
+        version = _version(call, settled)
+        if version:
+            headers[VERSION] = version
         if settled.outcome == "degraded":
             headers["x-twinkeel-degraded"] = settled.why
         if settled.confidence_permille >= 0:
@@ -180,6 +183,9 @@ class Teller:
             "request_id": call.name, "tier": settled.tier or call.tier,
             "policy": self._policy(call, settled),
         }  # fmt: skip
+        version = _version(call, settled)
+        if version:
+            extra["model_version"] = version
         if settled.confidence_permille >= 0:
             extra["confidence_score"] = settled.confidence_permille / 1000
         if settled.verification:
@@ -202,12 +208,21 @@ class Teller:
             *self._driver.parameters.confidence.actions,
         )
         if "cached" in actions and call.asked.endpoint != "embeddings":
-            self._answers.keep(call.asked, body, self._driver.now_ns(), settled.confidence_permille)
+            now_ns, permille = self._driver.now_ns(), settled.confidence_permille
+            self._answers.keep(call.asked, body, now_ns, permille, call.version)
 
 
 def short_hash(parameters: Parameters) -> str:
     """A policy's hash, as decisions and answers carry it."""
     return policy_hash(parameters)[:HASH_DIGITS]
+
+
+def _version(call: Call, settled: Settled) -> str:
+    """Of the model that made what its caller gets; empty: none did, or it is not known which."""
+    if settled.outcome not in ("answered", "degraded") or settled.why in ("template", "checkpoint"):
+        return ""
+    made = settled.why == "cached" or call.body or call.tail or call.events_sent
+    return version_label(call.version) if made else ""
 
 
 def _with_extra(events: list[bytes], extra: dict[str, Any]) -> list[bytes]:

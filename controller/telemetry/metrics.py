@@ -173,6 +173,10 @@ class Metrics(Listener):
             histogram.write(lines)
         return "".join(lines).encode() + generate_latest(self._registry), CONTENT_TYPE_LATEST
 
+    def also(self, families: Callable[[], Iterator[Metric]]) -> None:
+        """Read these, too, when the metrics are read."""
+        self._registry.register(_Gauges(families))
+
     # What is told by others than the driver
 
     def policy(self, name: str, hash: str, deadline_s: Mapping[str, float] | None = None) -> None:

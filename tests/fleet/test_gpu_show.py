@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner
 
-from controller.gpus.cli import gpu
+from controller.gpu_cli import gpu
 from controller.gpus.gauges import families
 from controller.gpus.topology import closeness_permille
 from controller.gpus.view import CardView
@@ -21,7 +21,7 @@ from tests.fleet.fakes import CUT, LARGE_SLICE, SMALL_SLICES, STATE_VARIABLE, WH
 if TYPE_CHECKING:
     from tests.fleet.fakes import FakeCards
 
-SHOW = (sys.executable, "-c", "from controller.gpus.cli import gpu; gpu()", "show")
+SHOW = (sys.executable, "-c", "from controller.gpu_cli import gpu; gpu()", "show")
 
 
 def show(*options: str) -> str:

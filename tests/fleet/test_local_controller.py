@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from controller.cli import serve
-from controller.fleet.cli import fleet as fleet_group
+from controller.fleet_cli import fleet as fleet_group
 from policy.decisions import Rotated
 from policy.events import ReplicaDown, ReplicaUp, Restored, Standby
 from tests.controller.asking import Answer, ask, chat, session

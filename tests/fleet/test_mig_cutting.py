@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.gpus.mig import MigError, plan_of
-from controller.gpus.mig_cli import partition
 from controller.gpus.mig_device import (
     Unfinished,
     carry_out,
@@ -29,6 +28,7 @@ from controller.gpus.mig_device import (
     read_cards,
     read_work,
 )
+from controller.partition_cli import partition
 from tests.fleet.fakes import CUT, LARGE_SLICE, WHOLE, FakeCards, in_this_process
 
 ROOT = Path(__file__).parents[2]

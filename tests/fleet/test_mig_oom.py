@@ -19,7 +19,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from controller.gpus.mig_cli import partition
+from controller.partition_cli import partition
 from policy.decisions import BreakerMoved, Rotated
 from policy.events import Failed, ReplicaDown, ReplicaUp
 from tests.controller.processes import Controllers, eventually, http

@@ -67,6 +67,10 @@ def twin() -> None:
     help="Write step records there, as the plug-in for vLLM does; empty: none.",
 )  # fmt: skip
 @click.option("--seed", default=0, help="Of answers, and of whom faults strike.")
+@click.option(
+    "--fault", default="", metavar="JSON",
+    help="What is wrong with it from the beginning, as POST /twin/fault takes it.",
+)  # fmt: skip
 def serve(host: str, port: int, shutdown_timeout: float, **options: Any) -> None:
     try:
         import uvloop

@@ -2,7 +2,9 @@
 
 One fault at a time. It strikes requests that arrive while it is on, each with the chance ``share``;
 ``slow``, and ``hang`` with a share of 1, strike the engine itself. ``unsure`` shows in logprobs
-only: every token could as well have been another.
+only: every token could as well have been another. ``same`` says one token over and over, as weights
+full of NaN do. ``oom`` ends the process at a prompt that is long
+enough, as the kernel does when memory is out: by SIGKILL, after a word in its output.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from msgspec import Meta
 
 Kind = Literal[
     "http_500", "http_503", "http_400", "hang", "stall", "reset", "cut", "no_end", "empty", "null",
-    "abort", "truncated", "blank", "slow", "latency", "unsure",
+    "abort", "truncated", "blank", "slow", "latency", "unsure", "same", "oom",
 ]  # fmt: skip
 MIDWAY: tuple[Kind, ...] = ("stall", "reset", "cut", "no_end", "abort", "truncated")
 """They strike when ``after_tokens`` tokens are out, at the latest at the end of the answer."""
@@ -36,6 +38,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``slow``: steps take this many times as long."""
     delay_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 1.0
     """``latency``: before every answer."""
+    prompt_tokens_from: Annotated[int, Meta(ge=1, le=2**20)] = 4096
+    """``oom``: prompts that long, and longer."""
 
     @property
     def of_engine(self) -> bool:

@@ -61,6 +61,8 @@ class Generation:
         stream's headers go out, before anything is computed."""
         self.seq = seq
         self._codes = codes_of(self._key, seq.outputs)
+        if self._fault is not None and self._fault.kind == "same":
+            self._codes = self._codes[:1] * seq.outputs
         if self._asked.logprobs >= 0:
             unsure = self._fault is not None and self._fault.kind == "unsure"
             self._rows = certainty_of(self._key, seq.outputs, unsure)

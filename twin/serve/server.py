@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
+import sys
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,14 +74,18 @@ class Options:
     """Of answers and of who is struck by faults."""
     steps: str = ""
     """Folder for step records, as the plug-in for vLLM writes them; empty: none."""
+    fault: str = ""
+    """Wrong with it from the beginning, as ``POST /twin/fault`` takes it; empty: nothing."""
 
 
 def spec_of(options: Options) -> ReplicaSpec:
     """The replica that is served.
 
     Raises:
-        FileError, FleetError, ValueError: a profile or a size that cannot be.
+        FileError, FleetError, ValueError: a profile, a size or a fault that cannot be.
     """
+    if options.fault:
+        faults.read(options.fault)
     (spec,) = fleet_of(
         [(options.profile, 1)],
         max_model_len=options.max_model_len,
@@ -164,6 +171,8 @@ class Server:
         bound = self._runner.addresses[0]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{bound[1]}"
+        if self._options.fault:
+            self._begin_fault(faults.read(self._options.fault))
 
     async def stop(self, timeout_s: float = 0.0) -> None:
         """Go as vLLM goes on SIGTERM.
@@ -241,6 +250,8 @@ class Server:
         if fault is not None:
             await self._strike(fault)
         asked = read(raw)
+        if fault is not None and fault.kind == "oom":
+            _run_out_of_memory(max(asked.prompt_tokens), fault)
         if self._draining:
             message = "cannot schedule new futures after shutdown"
             raise Refusal(500, message, "InternalServerError")
@@ -417,15 +428,18 @@ class Server:
             fault = faults.read(await request.read())
         except msgspec.DecodeError as error:
             raise Refusal(400, str(error)) from error
-        self._change_fault(fault)
-        if fault.for_s is not None:
-            loop = asyncio.get_running_loop()
-            self._fault_ends = loop.call_later(fault.for_s, self._change_fault, None)
+        self._begin_fault(fault)
         return self._answer(request, 200, msgspec.json.encode(fault))
 
     async def _end_fault(self, request: web.BaseRequest) -> Sent:
         self._change_fault(None)
         return self._answer(request, 200, b"{}")
+
+    def _begin_fault(self, fault: Fault) -> None:
+        self._change_fault(fault)
+        if fault.for_s is not None:
+            loop = asyncio.get_running_loop()
+            self._fault_ends = loop.call_later(fault.for_s, self._change_fault, None)
 
     def _change_fault(self, fault: Fault | None) -> None:
         """Also tells the engine, where it is one of the engine."""
@@ -481,6 +495,13 @@ class Server:
             "fault": None if self._fault is None else self._fault.kind,
         }
         return self._answer(request, 200, msgspec.json.encode(state))
+
+
+def _run_out_of_memory(prompt_tokens: int, fault: Fault) -> None:
+    """End this process, if the prompt is long enough, as the kernel would."""
+    if prompt_tokens >= fault.prompt_tokens_from:
+        print(f"out of memory: a prompt of {prompt_tokens} tokens", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _writer(options: Options, spec: ReplicaSpec, model: str) -> StepWriter | None:

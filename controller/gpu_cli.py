@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from controller.gpus.mig_cli import partition
+from controller.partition_cli import partition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

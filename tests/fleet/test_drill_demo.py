@@ -1,0 +1,239 @@
+"""Drills on a real demo fleet: a controller, served twins, real signals, and the twin beside it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from controller.drills.asking import Admin, DrillError, serving, slot_named
+from controller.drills.cli import LiveFleet, _link, run_live
+from controller.drills.demo import MODEL, DemoFleet
+from controller.drills.inject import INJECTIONS, _call
+from controller.drills.proxy import Link
+from controller.fleet.contract import SlotView
+from controller.fleet.drill import DrilledFault, DrillRefused, pretend
+from policy.drills import DRILL_KINDS
+from tests.controller.processes import twin_process
+from twinkeel import main, play_drill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from policy.drills import DrillKind
+
+
+def slot(**given: object) -> SlotView:
+    known = {
+        "replica": 0, "name": "m-0", "model": "m", "version": "v1", "state": "serving", "why": "",
+        "since_s": 1.0, "standby": False, "url": "http://127.0.0.1:1", "domain": "host0/card0",
+    }  # fmt: skip
+    return SlotView(**{**known, **given})  # type: ignore[arg-type]
+
+
+# The real thing
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoFleet]:
+    with DemoFleet(tmp_path_factory.mktemp("demo"), "engine-kill") as running:
+        yield running
+
+
+def test_a_fleet_with_callers_is_left_alone_without_a_yes(fleet: DemoFleet, tmp_path: Path) -> None:
+    before = fleet.admin.fleet()
+    asked = [
+        "drill", "engine-kill", "--target", fleet.admin.url, "--data", str(fleet.data),
+        "--for", "10s", "--on", f"{MODEL}-1",
+    ]  # fmt: skip
+    told = CliRunner().invoke(main, asked)
+    assert told.exit_code == 2
+    pid = slot_named(before, f"{MODEL}-1").pid
+    assert f"SIGKILL to {MODEL}-1 (process group {pid})" in told.output
+    assert "Give --yes" in told.output
+    after = fleet.admin.fleet()
+    assert [each.pid for each in after.slots] == [each.pid for each in before.slots]
+    assert serving(after) == serving(before)
+
+
+def test_what_a_slot_cannot_be_hit_by_is_said(fleet: DemoFleet) -> None:
+    hit = slot_named(fleet.admin.fleet(), "")
+    why = INJECTIONS["network"](hit, fleet.admin).refusal()
+    assert "nothing stands between the controller and" in why
+    assert "-m controller.drills.proxy --port {port}" in why
+    assert "to the demo fleet only" in INJECTIONS["oom"](hit, fleet.admin).refusal()
+    with pytest.raises(DrillError, match="there is no slot 'q'"):
+        slot_named(fleet.admin.fleet(), "q")
+
+
+def test_with_a_yes_it_is_done_and_without_callers_it_does_not_pass(fleet: DemoFleet) -> None:
+    hit = slot_named(fleet.admin.fleet(), f"{MODEL}-1")
+    live = LiveFleet(fleet.admin.url, fleet.admin, fleet.data, "")
+    said: list[str] = []
+    result = run_live("ecc", live, 10.0, hit.name, True, play_drill, said.append)
+    failed = [each for each in result.criteria if not each.passed]
+    assert [each.name for each in failed] == ["degraded by policy"]
+    assert "no request came" in failed[0].why
+    assert "over its admin API; no card says so" in result.simulated
+    assert any(alert.key == f"controller drill {MODEL}-1" for alert in result.alerts)
+    assert any("DRILL" in alert.cause for alert in result.alerts)
+    assert any("isolated: ecc_uncorrectable" in alert.cause for alert in result.alerts)
+    assert result.predicted is None
+    assert "not on this machine" in result.not_predicted
+    assert "taken back" not in said
+    back = {each.name: each.state for each in fleet.admin.fleet().slots}
+    assert set(back.values()) <= {"serving", "warm"}
+
+
+def test_the_whole_command_on_a_demo_fleet_of_its_own() -> None:
+    told = CliRunner().invoke(main, ["drill", "engine-kill", "--for", "10s", "--json"])
+    assert told.exit_code in (0, 1), told.output
+    result = json.loads(told.stdout)
+    assert [each["name"] for each in result["criteria"]] == [
+        "isolated alone", "degraded by policy", "alert names the cause", "recovered",
+    ]  # fmt: skip
+    assert all(each["passed"] for each in result["criteria"]), result["criteria"]
+    measured = result["measured"]
+    assert (measured["serving_before"], measured["serving_least"]) == (2, 1)
+    assert measured["isolated_s"] < 1.0
+    assert sum(result["callers"].values()) == 240
+    assert any("killed by signal 9" in alert["cause"] for alert in result["alerts"])
+    assert result["not_predicted"] == ""
+    assert result["predicted"]["offered"] == pytest.approx(result["measured"]["offered"], abs=5)
+    assert result["predicted"]["serving_least"] == 1
+    assert {each["figure"] for each in result["differences"]} == {
+        "isolated_s", "recovered_s", "failed", "degraded",
+    }  # fmt: skip
+
+
+# Without a fleet
+
+
+@pytest.fixture
+def follower() -> Iterator[int]:
+    """A process that leads no group."""
+    child = subprocess.Popen(["sleep", "60"])
+    yield child.pid
+    child.kill()
+    child.wait()
+
+
+@pytest.mark.parametrize("kind", ["engine-kill", "engine-hang", "network"])
+def test_signals_go_to_a_process_of_this_machine_only(kind: DrillKind, follower: int) -> None:
+    near, far = Admin("http://127.0.0.1:1", "t"), Admin("http://10.0.0.9:8081", "t")
+    for admin, pid in ((near, 0), (far, follower)):
+        assert "no process of this machine" in INJECTIONS[kind](slot(pid=pid), admin).refusal()
+    assert "leads no process group" in INJECTIONS[kind](slot(pid=follower), near).refusal()
+
+
+def test_a_real_engine_s_answers_cannot_be_spoiled() -> None:
+    why = INJECTIONS["bad-answers"](slot(), Admin("http://127.0.0.1:1", "t")).refusal()
+    assert "is no served twin: a real engine's answers cannot be spoiled from outside" in why
+
+
+def test_every_drill_says_what_it_would_do() -> None:
+    for kind in DRILL_KINDS:
+        assert "m-0" in INJECTIONS[kind](slot(pid=7), Admin("http://127.0.0.1:1", "t")).what
+
+
+@pytest.mark.parametrize("given", ["ten", "10", "5s", "2h", "-3s"])
+def test_durations_are_checked(given: str) -> None:
+    told = CliRunner().invoke(main, ["drill", "ecc", "--for", given, "--target", "x"])
+    assert told.exit_code == 2
+    if given == "10":  # seconds
+        assert "no URL" in told.output
+    else:
+        assert repr(given) in told.output
+
+
+@pytest.mark.parametrize(
+    ("given", "link"),
+    [
+        ("blackhole", Link("blackhole")), ("reset", Link("reset")),
+        ("delay=200", Link("delay", delay_ms=200.0)), ("loss=50", Link("loss", loss_permille=50)),
+        ("clear", None), ("delay", None), ("loss=x", None), ("loss=2000", None), ("reset=1", None),
+        ("worse", None),
+    ],
+)  # fmt: skip
+def test_a_link_is_one_of_four(given: str, link: Link | None) -> None:
+    seen: list[Link] = []
+
+    @click.command()
+    @click.option("--link", callback=_link)
+    def command(link: Link) -> None:
+        seen.append(link)
+
+    told = CliRunner().invoke(command, ["--link", given])
+    if link is None:
+        assert told.exit_code == 2
+        assert f"{given!r} is no state of a link" in told.output
+    else:
+        assert seen == [link]
+
+
+def test_a_controller_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "admin.token").write_text("0123456789abcdef0123")
+    told = CliRunner().invoke(
+        main, ["drill", "ecc", "--target", "http://127.0.0.1:1", "--data", str(tmp_path), "--yes"]
+    )
+    assert told.exit_code == 2
+    assert "no controller answers there" in told.output
+
+
+# What tells the policy of a card that is well
+
+
+class Feeder:
+    def __init__(self, up: bool) -> None:
+        self.fed: list[object] = []
+        self.troubles: list[str] = []
+        self.replicas = {3: type("R", (), {"id": 3, "name": "m-3", "up": up})()}
+
+    def now_ns(self) -> int:
+        return 0
+
+    def feed(self, event: object) -> None:
+        self.fed.append(event)
+
+    def trouble(self, key: str, text: str) -> None:
+        self.troubles.append(f"{key}: {text}")
+
+
+def test_a_pretended_fault_is_loudly_a_drill(caplog: pytest.LogCaptureFixture) -> None:
+    feeder = Feeder(up=True)
+    told = pretend(DrilledFault(3, "xid_fatal", 79), feeder)  # type: ignore[arg-type]
+    assert "DRILL" in told
+    assert "its card is well" in told
+    assert told in caplog.text
+    assert [text.partition(":")[0] for text in feeder.troubles] == ["drill m-3"]
+    assert len(feeder.fed) == 1
+
+
+@pytest.mark.parametrize(("replica", "status"), [(4, 404), (3, 409)])
+def test_a_pretended_fault_needs_a_replica_that_serves(replica: int, status: int) -> None:
+    feeder = Feeder(up=False)
+    with pytest.raises(DrillRefused) as refused:
+        pretend(DrilledFault(replica, "ecc_uncorrectable"), feeder)  # type: ignore[arg-type]
+    assert refused.value.status == status
+    assert feeder.fed == []
+
+
+# A served twin that runs out of memory
+
+
+def test_a_long_prompt_ends_a_served_twin_by_sigkill_and_a_short_one_does_not() -> None:
+    with twin_process() as twin:
+        twin.fault("oom", prompt_tokens_from=500)
+        url = f"{twin.url}/v1/completions"
+        body = {"model": MODEL, "prompt": "tide " * 100, "max_tokens": 2}
+        assert json.loads(_call("POST", url, body))["usage"]["completion_tokens"] == 2
+        with pytest.raises(DrillError):
+            _call("POST", url, {**body, "prompt": "tide " * 1000})
+        assert twin.process.wait(10) == -signal.SIGKILL
+        assert "out of memory: a prompt of" in twin.output.read_text()
