@@ -1,4 +1,5 @@
-"""The Streamlit app: replay, what-if, tune, forecast, live, deploy; for people who rather look.
+"""The Streamlit app: replay, what-if, tune, forecast, live, drills, deploy; for people who rather
+look.
 
 It has no logic of its own: what is computed is computed by ``twin``, what is live is asked of the
 controller's admin API.

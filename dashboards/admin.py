@@ -9,12 +9,14 @@ from __future__ import annotations
 import http.client
 import ssl
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
 from controller.admin.status import Status
 from controller.deployment.views import Current, Diff, Row
+from controller.fleet.contract import FleetView  # noqa: TC001 - msgspec reads it
+from controller.gpus.view import CardView  # noqa: TC001
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +28,9 @@ ACT_S_MOST = 120.0
 """The controller replays a log before it answers to a deployment."""
 BODY_BYTES_MOST = 16 << 20
 UNREACHABLE, UNAUTHORIZED, UNKNOWN = "unreachable", "unauthorized", "unknown_answer"
+NOT_FOUND = 404
+RELOADED = frozenset({"done", "rolled back", "given up"})
+"""Phases of a reload that is over."""
 
 
 class AdminError(ValueError):
@@ -54,6 +59,42 @@ class Way(NamedTuple):
     method: str
     path: str
     summary: str
+
+
+class FleetSeen(msgspec.Struct, frozen=True):
+    """A fleet, and this machine's cards, each with its MIG slices after it."""
+
+    fleet: FleetView
+    cards: tuple[CardView, ...]
+
+
+class ReloadStep(msgspec.Struct, frozen=True):
+    """Something that happened to a reload."""
+
+    after_s: float
+    text: str
+
+
+class Reload(msgspec.Struct, frozen=True):
+    """What a page shows of ``controller.fleet.reload.ReloadView``, whose module needs the servers'
+    packages."""
+
+    model: str
+    version: str
+    before: str
+    phase: str
+    why: str
+    took_s: float
+    new: int
+    """Replicas that take requests and have the new version."""
+    old: int
+    open_on_old: int
+    """Requests."""
+    steps: tuple[ReloadStep, ...] = ()
+
+    @property
+    def over(self) -> bool:
+        return self.phase in RELOADED
 
 
 class _Error(msgspec.Struct):
@@ -94,6 +135,19 @@ class Admin:
     def status(self) -> Status:
         """Replicas, tiers, breakers, hops, outcomes, alerts."""
         return self._decoded("GET", "/status", Status)
+
+    def fleet(self) -> FleetSeen:
+        """Slots and cards."""
+        return self._decoded("GET", "/fleet", FleetSeen)
+
+    def reload(self, model: str) -> Reload | None:
+        """The last hot reload of a model; None: there was none since the controller began."""
+        try:
+            return self._decoded("GET", f"/fleet/models/{quote(model, safe='')}/reload", Reload)
+        except AdminError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
 
     def current(self) -> Current | None:
         """The deployment that is under way; None: nothing is."""

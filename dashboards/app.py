@@ -14,11 +14,11 @@ from dashboards.parts.frame import language_switch
 from dashboards.parts.scenario_form import scenario_form
 from dashboards.state import t
 
-PAGES = ("replay", "what_if", "tune", "forecast", "live", "deploy")
+PAGES = ("replay", "what_if", "tune", "forecast", "live", "drills", "deploy")
 ICONS = {
     "replay": ":material/replay:", "what_if": ":material/query_stats:", "tune": ":material/tune:",
     "forecast": ":material/timeline:", "live": ":material/monitor_heart:",
-    "deploy": ":material/rocket_launch:",
+    "drills": ":material/emergency_home:", "deploy": ":material/rocket_launch:",
 }  # fmt: skip
 
 ICON = Path(__file__).with_name("icon.png")

@@ -13,7 +13,7 @@ import msgspec
 from twin.cli import BadInput
 from twin.validate.cli import KEY_VARIABLE
 
-HELP = """Open the app in a browser: replay, what-if, tune, forecast, live, deploy.
+HELP = """Open the app in a browser: replay, what-if, tune, forecast, live, drills, deploy.
 
 \b
 Examples:
@@ -23,7 +23,8 @@ Examples:
 
 It listens on this machine only, unless --host says otherwise, and asks nobody who they are: put it
 behind a proxy that does. To look at a controller it takes the controller's admin token: typed into
-the page, or read from --token-file. To deploy or roll back the token is typed each time.
+the page, or read from --token-file. To deploy, to roll back, or to break something of it in a drill
+the token is typed each time.
 """
 
 

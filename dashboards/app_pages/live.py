@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from dashboards.parts.live import found as others
-from dashboards.parts.live import panels
+from dashboards.parts.live import panels, slots
 from dashboards.parts.live.door import door
 from dashboards.parts.live.html import steady, title
 from dashboards.state import t
@@ -13,8 +13,11 @@ from dashboards.state import t
 st.header(t("live.title"))
 found = door()
 if found is not None:
-    steady("live_fresh", "found")
+    steady("live_fresh", "slots", "found")
     st.fragment(panels.panels, run_every=panels.POLL_S)(found)
+    with st.container(key="slots"):
+        title(t("live.slots"))
+        st.fragment(slots.slots, run_every=slots.POLL_S)(found)
     with st.container(key="found"):
         title(t("live.found"))
         st.caption(t("live.found_why"))

@@ -36,6 +36,11 @@ create table if not exists jobs (
 """
 GRACE_S = 0.3
 """From SIGTERM to SIGKILL."""
+KILLED_S = 5.0
+"""From SIGKILL until the kernel has done it, on a machine that may be busy."""
+PATIENCE_S = {"drill": 45.0}
+"""Kinds that have something to take back: their process is told alone, and given so long, before
+what it has started is ended."""
 BUSY_S = 10.0
 WORK = "dashboards.work"
 """The package of the kinds."""
@@ -99,11 +104,7 @@ class Jobs:
         with self._writing() as database:
             known = self._row(database, number)
             if known is None:
-                text = msgspec.json.encode(request).decode()
-                database.execute(
-                    "insert into jobs (id, kind, request, state, asked_s) values (?, ?, ?, ?, ?)",
-                    (number, kind, text, "waiting", time.time()),
-                )
+                self._note(database, number, kind, request)
             elif not known.open and (again or known.state != "done"):
                 database.execute(
                     "update jobs set state = 'waiting', share = null, said = '', error = '',"
@@ -111,6 +112,32 @@ class Jobs:
                     (time.time(), number),
                 )
         self.look()
+        return self.get(number)
+
+    def start_now(self, kind: str, request: dict[str, Any], secret: str) -> Job:
+        """A new job that begins at once or not at all: what somebody has agreed to now is not done
+        at another time.
+
+        Args:
+            secret: what the job's process reads on its standard input; it is kept nowhere.
+
+        Raises:
+            JobsError: as many jobs run already as may, or this one was there before.
+        """
+        number = job_id(kind, request)
+        self.look()
+        with self._writing() as database:
+            if self._row(database, number) is not None:
+                raise JobsError(f"job {number} was there before: ask anew")
+            query = "select count(*) from jobs where state in ('waiting', 'running')"
+            (others,) = database.execute(query).fetchone()
+            if others >= self._most:
+                raise JobsError(
+                    f"{others} other jobs run or wait, and it would not begin now: cancel one, or"
+                    " ask again when one has ended"
+                )
+            self._note(database, number, kind, request)
+            self._begin(database, number, secret)
         return self.get(number)
 
     def get(self, number: str) -> Job:
@@ -143,14 +170,16 @@ class Jobs:
             JobsError: there is none.
         """
         with self._writing() as database:
-            row = database.execute("select pid, born from jobs where id = ?", (number,)).fetchone()
+            row = database.execute(
+                "select kind, pid, born from jobs where id = ?", (number,)
+            ).fetchone()
             ended = database.execute(
                 "update jobs set state = 'cancelled', ended_s = ? where id = ? and state in"
                 " ('waiting', 'running')",
                 (time.time(), number),
             ).rowcount
         if row is not None and ended and row["pid"]:
-            _end_job(row["pid"], row["born"])
+            _end_job(row["pid"], row["born"], PATIENCE_S.get(row["kind"], 0.0))
         self.look()
         return self.get(number)
 
@@ -161,7 +190,7 @@ class Jobs:
         gone: list[sqlite3.Row] = []
         with self._writing() as database:
             running = 0
-            rows = database.execute("select id, pid, born from jobs where state = 'running'")
+            rows = database.execute("select id, kind, pid, born from jobs where state = 'running'")
             for row in rows.fetchall():
                 if _alive(row["pid"], row["born"]):
                     running += 1
@@ -180,7 +209,7 @@ class Jobs:
             self._forget(database)
         for row in gone:
             # What it had started would go on, and be in the way of the same job begun again.
-            _end_job(row["pid"], row["born"])
+            _end_job(row["pid"], row["born"], PATIENCE_S.get(row["kind"], 0.0))
 
     def _anything_to_do(self) -> bool:
         """Pages ask several times a second: mostly there is nothing, and then nobody is locked
@@ -255,7 +284,17 @@ class Jobs:
             row["ended_s"],
         )  # fmt: skip
 
-    def _begin(self, database: sqlite3.Connection, number: str) -> None:
+    def _note(
+        self, database: sqlite3.Connection, number: str, kind: str, request: dict[str, Any]
+    ) -> None:
+        """It waits."""
+        text = msgspec.json.encode(request).decode()
+        database.execute(
+            "insert into jobs (id, kind, request, state, asked_s) values (?, ?, ?, ?, ?)",
+            (number, kind, text, "waiting", time.time()),
+        )
+
+    def _begin(self, database: sqlite3.Connection, number: str, secret: str = "") -> None:
         """Its process, and what the store knows of it."""
         folder = self.folder_of(number)
         command = [
@@ -266,9 +305,12 @@ class Jobs:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "log.txt").open("ab") as log:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True,
+                    command, stdin=subprocess.PIPE if secret else subprocess.DEVNULL,
+                    stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
+                if process.stdin is not None:
+                    with suppress(BrokenPipeError), process.stdin as told:
+                        told.write(secret.encode())
         except OSError as error:
             database.execute(
                 "update jobs set state = 'failed', error = ?, ended_s = ? where id = ?",
@@ -316,12 +358,18 @@ def _born(pid: int) -> str:
     another process has by now is not taken for the old one."""
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)  # one of ours that ended is gone only when somebody has asked
+    fields = _fields(Path(f"/proc/{pid}/stat"))
+    return fields[19] if fields else ""
+
+
+def _fields(stat: Path) -> list[str]:
+    """Of a process, from its state on, as proc(5) has them; none: it has ended, whether or not
+    somebody has asked what became of it."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]
+        return []
+    return [] if not fields or fields[0] in "ZX" else fields
 
 
 def _alive(pid: int, born: str) -> bool:
@@ -329,23 +377,36 @@ def _alive(pid: int, born: str) -> bool:
     return bool(born) and _born(pid) == born
 
 
-def _end_job(pid: int, born: str) -> None:
+def _end_job(pid: int, born: str, patience_s: float) -> None:
     """End what is left of a job's group: nothing, if another process has its number by now, which
     no process gets while any of the group is left."""
-    if _born(pid) in ("", born):
-        _end_group(pid)
+    if _born(pid) not in ("", born):
+        return
+    if patience_s > 0 and _alive(pid, born):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        if _ends(pid, patience_s):
+            return
+    _end_group(pid, max(GRACE_S, patience_s))
 
 
-def _end_group(pid: int) -> None:
+def _end_group(pid: int, grace_s: float) -> None:
     """SIGTERM, then SIGKILL, to a process and all that it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, most_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILLED_S)):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
-        end_s = time.monotonic() + GRACE_S
-        while time.monotonic() < end_s:
-            if not _group(pid):
-                return
-            time.sleep(0.01)
+        if _ends(pid, most_s):
+            return
+
+
+def _ends(pgid: int, within_s: float) -> bool:
+    """Whether all of a group are gone within that time."""
+    end_s = time.monotonic() + within_s
+    while time.monotonic() < end_s:
+        if not _group(pgid):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def _group(pgid: int) -> bool:
@@ -356,7 +417,10 @@ def _group(pgid: int) -> bool:
         os.killpg(pgid, 0)
     except (ProcessLookupError, PermissionError):
         return False
-    return True
+    return any(
+        fields[2] == str(pgid)
+        for stat in Path("/proc").glob("[0-9]*/stat") if (fields := _fields(stat))
+    )  # fmt: skip
 
 
 def _be_wal(database: sqlite3.Connection) -> None:

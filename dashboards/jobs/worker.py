@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from dashboards.jobs.store import Jobs, JobsError
+from dashboards.jobs.store import PATIENCE_S, Jobs, JobsError
 
 NICE = 19
 """The pages come first."""
@@ -26,7 +26,6 @@ def main(store: Path, number: str, most: int, package: str) -> int:
         most: jobs at the same time, of which this process begins the next when it is done.
         package: where the module of the kind is.
     """
-    _stand_back()
     jobs = Jobs(store, most, package)
     last_s = 0.0
 
@@ -38,6 +37,8 @@ def main(store: Path, number: str, most: int, package: str) -> int:
 
     try:
         job = jobs.get(number)
+        if job.kind not in PATIENCE_S:  # what takes something back is not to be held up
+            _stand_back()
         import_module(f"{package}.{job.kind}").run(job.request, job.folder, tell)
     except (ValueError, OSError, JobsError) as error:
         # All errors of ours that a user can mend are ValueErrors, with a sentence.

@@ -47,7 +47,7 @@ def job_panel(
             job = state.jobs().start(kind, request)
         else:
             if job is not None:
-                _ended_badly(job)
+                ended_badly(job)
             text = label or t("jobs.run")
             if job is not None and job.state in ("cancelled", "died"):
                 text = t("jobs.resume" if kind in RESUMED else "jobs.again")
@@ -57,7 +57,7 @@ def job_panel(
             )  # fmt: skip
             return None
     if job.open:
-        _progress(job.id, key, partial)
+        progress(job.id, key, partial)
         return None
     return job
 
@@ -75,7 +75,8 @@ def _asked(key: str) -> bool:
 
 
 @st.fragment(run_every=POLL_S)
-def _progress(number: str, key: str, partial: Callable[[Job], None] | None) -> None:
+def progress(number: str, key: str, partial: Callable[[Job], None] | None = None) -> None:
+    """How far a job is that waits or runs, and the button that ends it."""
     jobs = state.jobs()
     jobs.look()
     try:
@@ -97,7 +98,8 @@ def _progress(number: str, key: str, partial: Callable[[Job], None] | None) -> N
         partial(job)
 
 
-def _ended_badly(job: Job) -> None:
+def ended_badly(job: Job) -> None:
+    """Why a job has not come to its end."""
     if job.state == "failed":
         complain(job.error)
     elif job.state == "died":

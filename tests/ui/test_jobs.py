@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from hashlib import sha256
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -279,3 +280,48 @@ def test_other_code_is_another_job(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) 
     one = store.job_id("count", {})
     monkeypatch.setattr(store, "code_version", lambda: "later")
     assert store.job_id("count", {}) != one
+
+
+# What takes something back, and what is told in secret
+
+
+def test_a_drill_takes_back_what_it_broke_before_its_helpers_are_ended(jobs: Jobs) -> None:
+    job = jobs.start("drill", {"for_s": 3600})
+    eventually("it is broken", (job.folder / "broken").exists, ENDS_S)
+    pgid = row(jobs, job)["pid"]
+    assert psutil.Process(pgid).nice() == os.nice(0), "nor is it held up by other work"
+    assert jobs.cancel(job.id).state == "cancelled"
+    assert not (job.folder / "broken").exists()
+    assert group(pgid) == []
+
+
+def test_a_drill_that_does_not_end_is_ended(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(store.PATIENCE_S, "drill", 0.2)
+    job = jobs.start("drill", {"for_s": 3600})
+    eventually("it is broken", (job.folder / "broken").exists, ENDS_S)
+    pgid = row(jobs, job)["pid"]
+    jobs.cancel(job.id)
+    assert group(pgid) == []
+
+
+def test_a_secret_reaches_the_process_and_lies_nowhere(jobs: Jobs) -> None:
+    secret = "a-token-that-nobody-may-see"
+    job = jobs.start_now("drill", {"for_s": 0}, secret)
+    assert job.state == "running"
+    assert ended(jobs, job).state == "done"
+    assert (job.folder / "told").read_text() == sha256(secret.encode()).hexdigest()
+    kept = [path for path in job.folder.parent.rglob("*") if path.is_file()]
+    assert len(kept) >= 3
+    assert [path for path in kept if secret.encode() in path.read_bytes()] == []
+    with pytest.raises(JobsError, match="was there before"):
+        jobs.start_now("drill", {"for_s": 0}, secret)
+
+
+def test_what_was_agreed_to_now_does_not_begin_later(stores: Callable[..., Jobs]) -> None:
+    jobs = stores(1)
+    counting = jobs.start("count", {"to": 100, "each_s": 1.0})
+    with pytest.raises(JobsError, match="1 other jobs run or wait"):
+        jobs.start_now("drill", {"for_s": 0}, "x")
+    assert jobs.recent("drill") == [], "it was not asked for at all"
+    jobs.cancel(counting.id)
+    assert jobs.start_now("drill", {"for_s": 0}, "x").state == "running"

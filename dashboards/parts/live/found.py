@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from dashboards.admin import Answer, Way
 
 POLL_S = 5.0
-DRAWN = frozenset({"/status", "/openapi.json", "/alerts", "/deployments", "/deployments/current"})
+DRAWN = frozenset(
+    {"/status", "/fleet", "/openapi.json", "/alerts", "/deployments", "/deployments/current"}
+)
 """Paths that panels of this page or of the deployments' page show."""
 TEXT_MOST = 20_000
 ROWS_MOST = 100

@@ -39,7 +39,7 @@ SERVES_S = 240.0
 WAIT_MS = 180_000
 LAPTOP = {"width": 1366, "height": 768}
 SHOTS = Path("build/ui-screenshots")
-PAGES = ("replay", "what-if", "tune", "forecast", "live", "deploy")
+PAGES = ("replay", "what-if", "tune", "forecast", "live", "drills", "deploy")
 POLLING = ("live", "deploy")
 """Pages that ask for news all the time."""
 QUIET = 3
