@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.gpus.topology import joined
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -88,6 +86,8 @@ def view_of(
         uuid: of the card or slice.
         pairs: of each two cards, how near they are.
     """
+    from controller.gpus.topology import joined  # needs the extra `live`, where views do not
+
     own = {} if reading is None else msgspec.structs.asdict(reading)
     read_ns = own.pop("read_ns", None)
     own.pop("uuid", None)

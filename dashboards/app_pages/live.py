@@ -5,9 +5,10 @@ from __future__ import annotations
 import streamlit as st
 
 from dashboards.parts.live import found as others
-from dashboards.parts.live import panels, slots
+from dashboards.parts.live import panels
 from dashboards.parts.live.door import door
 from dashboards.parts.live.html import steady, title
+from dashboards.parts.live.slots import POLL_S, slots
 from dashboards.state import t
 
 st.header(t("live.title"))
@@ -17,7 +18,7 @@ if found is not None:
     st.fragment(panels.panels, run_every=panels.POLL_S)(found)
     with st.container(key="slots"):
         title(t("live.slots"))
-        st.fragment(slots.slots, run_every=slots.POLL_S)(found)
+        st.fragment(slots, run_every=POLL_S)(found)
     with st.container(key="found"):
         title(t("live.found"))
         st.caption(t("live.found_why"))
