@@ -80,9 +80,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A controller."""
 
     upstreams: tuple[Upstream, ...] = ()
-    fleet: str = ""
-    """Fleet file: the servers are processes that this controller runs; then there are no
-    ``upstreams``. Empty: there are."""
     policy: str = "stable"
     """Name of a preset, or path of a policy file."""
     observe: bool = False
@@ -118,6 +115,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long open requests may take to finish after SIGTERM."""
     unready_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 2.0
     """Between ``/ready`` saying no and the end of accepting, after SIGTERM."""
+    fleet: str = ""
+    """Fleet file: the servers are processes that this controller runs, or pods; then there are no
+    ``upstreams``. Empty: there are."""
 
     @property
     def data_path(self) -> Path:

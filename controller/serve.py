@@ -31,7 +31,7 @@ from controller.gateway.answers import Answers
 from controller.gateway.app import Gateway
 from controller.gateway.keys import load_keys
 from controller.gpus.gauges import families
-from controller.gpus.watching import watch_gpus
+from controller.gpus.watching import GpuWatch
 from controller.listener import Listener
 from controller.observe import Shadow
 from controller.openapi import published
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from controller.config import Settings
     from controller.fleet.contract import Fleet
     from controller.forecasting import Model
-    from controller.gpus.watching import GpuWatch
     from policy.decisions import BreakerState, Decision
     from policy.events import Event
     from policy.parameters import Parameters
@@ -198,8 +197,7 @@ async def _start(
     go_on(beginning, driver, settings)
     _forget_standbys(beginning, driver)
     stack.push_async_callback(fleet.close)
-    watch = await _watch_cards(fleet, driver)
-    stack.push_async_callback(watch.close)
+    watch = _watch_cards(fleet, driver)
     reloads.cards = watch.views
     ears.metrics.also(lambda: families(watch.views()))
     deployments.tell_interrupted(interrupted)
@@ -230,6 +228,8 @@ async def _start(
     stack.callback(admin_door.stop)
     running.admin_url = f"http://{settings.admin_host}:{admin_door.port}"
     _tell_address(data / ADDRESS_FILE, running.admin_url, stack)
+    await watch.begin()
+    stack.push_async_callback(watch.close)
     await fleet.begin(driver, watcher)
     look()
     _handle_signals(running, stack)
@@ -392,12 +392,12 @@ class _PolicyTeller(Listener):
 # ---- the servers' side ----
 
 
-async def _watch_cards(fleet: Fleet, driver: Driver) -> GpuWatch:
+def _watch_cards(fleet: Fleet, driver: Driver) -> GpuWatch:
     """The cards of this machine's servers, whoever runs these."""
     cards = {number: each.gpus for number, each in enumerate(fleet.upstreams) if each.gpus}
     if isinstance(fleet, LocalFleet | StaticFleet):
-        return await watch_gpus(driver, cards, fleet.card_broken, fleet.card_well)
-    return await watch_gpus(driver, cards)
+        return GpuWatch(driver, cards, fleet.card_broken, fleet.card_well)
+    return GpuWatch(driver, cards)
 
 
 def _restore(fleet: Fleet, watch: GpuWatch, uuid: str) -> bool:

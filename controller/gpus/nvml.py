@@ -387,15 +387,15 @@ class Nvml:
         Raises:
             GoneError: a card does not answer any more, without saying which.
         """
-        if self._set is None:
-            self._set = self._listen()
         try:
+            if self._set is None:
+                self._set = self._listen()
             data = pynvml.nvmlEventSetWait(self._set, ms)
         except pynvml.NVMLError as error:
             if error.value in LOST:
                 raise GoneError("") from error
             if error.value != pynvml.NVML_ERROR_TIMEOUT:
-                self._say("", "nvmlEventSetWait", error)
+                self._say("", "nvmlEventSetWait", error)  # counters tell as well, a little later
                 time.sleep(ms / 1000)  # it would fail again at once
             return None
         uuid = self._uuids.get(ctypes.cast(data.device, ctypes.c_void_p).value, "")

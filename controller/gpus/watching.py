@@ -38,15 +38,23 @@ if TYPE_CHECKING:
     from policy.events import Event, GpuErrorKind
 
 BROKEN_XIDS = {
+    46: "it stopped processing, and does not answer",
     48: "double-bit ECC error",
     62: "its micro-controller halted",
     64: "a memory row could not be remapped",
     74: "NVLink error",
     XID_LOST: "it has fallen off the bus",
     95: "uncontained memory error",
+    109: "a context switch timed out",
+    110: "security fault",
     119: "its system processor does not answer",
     120: "its system processor failed",
+    136: "NVLink could not be trained",
     140: "unrecovered ECC error",
+    143: "it could not be initialised",
+    155: "NVLink error",
+    156: "memory was retired",
+    158: "fatal timeout",
 }
 """The catalogue's action is RESET_GPU, RESTART_BM, or a workflow that ends in one of these."""
 CONTAINED_XID = 94
@@ -183,7 +191,8 @@ class GpuWatch(Listener):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def begin(self) -> None:
-        """Look at all cards once, or find that there is none."""
+        """Look at all cards once, or find that there is none, and say so. To be called before
+        anybody looks for the replicas: ``Replica.placed`` is set then."""
         self._driver.listen(self)
         self._asker.start()
         self._tasks = [
@@ -247,6 +256,8 @@ class GpuWatch(Listener):
 
     def none(self, why: str) -> None:
         LOGGER.info("no GPU here: %s", why)
+        if self._cards:
+            self._driver.trouble("gpu", f"the cards are not watched any more: {why}")
         self._begun.set()
 
     def read(self, card: Card, readings: Readings) -> None:
@@ -507,17 +518,3 @@ def event_of(replica: int, readings: Sequence[Reading], now_ns: int) -> GpuRead:
         any(each.throttled for each in readings),
         max(0, now_ns - oldest_ns),
     )
-
-
-async def watch_gpus(
-    driver: Feeder,
-    seats: Mapping[int, Sequence[str]],
-    on_broken: Callable[[str, str], object] = lambda uuid, why: None,
-    on_well: Callable[[str], object] = lambda uuid: None,
-    times: Times = TIMES,
-) -> GpuWatch:
-    """Begin to watch, before anybody looks for the replicas: ``Replica.placed`` is set then.
-    Without a GPU it says so once, and what is given back knows no card."""
-    watch = GpuWatch(driver, seats, on_broken, on_well, times)
-    await watch.begin()
-    return watch

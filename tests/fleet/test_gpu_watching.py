@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
-from controller.gpus.nvml import Reading
-from controller.gpus.watching import GpuWatch, Times, event_of, watch_gpus
+from controller.gpus.nvml import Nvml, Reading
+from controller.gpus.watching import GpuWatch, Times, event_of
 from policy.decisions import Rotated
 from policy.events import GpuFault, GpuRead
 from tests.core_support import Core, Server, core
@@ -76,10 +76,11 @@ class Watched:
 async def watched(times: Times = QUICK, seats: dict[int, Any] = SEATS) -> AsyncIterator[Watched]:
     async with core(*(Server() for _ in SEATS)) as running:
         made = Watched(running)
-        made.watch = await watch_gpus(
+        made.watch = GpuWatch(
             running.driver, seats, lambda uuid, why: made.broken.append((uuid, why)),
             made.well.append, times,
         )  # fmt: skip
+        await made.watch.begin()
         try:
             yield made
         finally:
@@ -163,7 +164,7 @@ def test_where_a_replica_sits_is_known_before_it_is_looked_for(cards: FakeCards)
 # Faults
 
 
-@pytest.mark.parametrize("code", [48, 74, 140])
+@pytest.mark.parametrize("code", [46, 48, 74, 109, 110, 136, 140, 143, 155, 156, 158])
 def test_a_fatal_xid_takes_the_card_out(cards: FakeCards, code: int) -> None:
     async def test(made: Watched) -> None:
         cards.xid(WHOLE, code)
@@ -486,6 +487,18 @@ def test_without_a_library_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> 
         _nothing_known(made)
 
     monkeypatch.delenv(STATE_VARIABLE)
+    run(test)
+
+
+@pytest.mark.usefixtures("cards")
+def test_a_watch_that_ends_by_a_fault_of_ours_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(made: Watched) -> None:
+        monkeypatch.setattr(Nvml, "read", lambda self, card: 1 // 0)
+        await made.core.until(lambda: "gpu: the cards are not watched any more" in caplog.text)
+        assert "ZeroDivisionError" in caplog.text
+
     run(test)
 
 

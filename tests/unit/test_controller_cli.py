@@ -421,10 +421,12 @@ def test_the_shipped_settings_can_be_used(tmp_path: Path) -> None:
     assert [upstream.url for upstream in settings.upstreams] == [
         "http://vllm-0:8000", "http://vllm-1:8000",
     ]  # fmt: skip
-    (config,) = documents("kubernetes/settings.yaml")
+    config, fleet = documents("kubernetes/settings.yaml")
     file = tmp_path / "controller.yaml"
     file.write_text(config["data"]["controller.yaml"])
     kubernetes = make_settings(file, {})
+    (in_fleet,) = fleet["data"]
+    assert Path(kubernetes.fleet).name == in_fleet
     stateful, *services = documents("kubernetes/controller.yaml")
     pod = stateful["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -436,7 +438,7 @@ def test_the_shipped_settings_can_be_used(tmp_path: Path) -> None:
     assert mounts["data"] == kubernetes.data
     assert {service["metadata"]["name"] for service in services} == {"twinkeel", "twinkeel-admin"}
     listed = documents("kubernetes/kustomization.yaml")[0]["resources"]
-    there = {path.name for path in (DEPLOY / "kubernetes").iterdir()}
+    there = {path.name for path in (DEPLOY / "kubernetes").iterdir() if path.is_file()}
     assert {*listed, "kustomization.yaml"} == there
 
 
