@@ -13,6 +13,10 @@ replica of it fails, falls silent or goes down by itself, it is rolled back: the
 requests again, at the same instant, and as many new ones are drained and stopped. Only the last
 wave can be kept so: what earlier waves replaced is stopped already, and comes back as a rollout in
 reverse, by starting standbys with the old version. A rollback is not watched.
+
+What earlier waves brought is looked at from its switch on: the same doubts, and a breaker of the
+new version, end the rollout there, on the same way back, before it has replaced what serves.
+As many serve at the end as before: an old one takes the place of a new one that went down, too.
 """
 
 from __future__ import annotations
@@ -85,6 +89,8 @@ class Move(msgspec.Struct, array_like=True, gc=False):
     """The version that most replicas had."""
     undoes: str | None = None
     """The version that this takes away again, and no other; None: it is no rollback."""
+    owed: int = -1
+    """A replica that went down, whose place the next one takes that comes in; -1: none."""
 
 
 class RolloutState(msgspec.Struct, array_like=True):
@@ -259,8 +265,9 @@ class Rollout:
             return decisions
         move = self._watched(known) if died and not card else None
         if move is not None:
-            figures = (("replica", replica),)
-            self._undo(now_ns, move, "a new replica went down", figures, decisions)
+            cause = "a new replica went down"
+            gone = replica if self._makes_up(move) else -1
+            self._undo(now_ns, move, cause, (("replica", replica),), decisions, gone=gone)
             self._not_again(replica)
         return decisions
 
@@ -279,7 +286,8 @@ class Rollout:
 
     def doubted(self, now_ns: int, replica: int, why: str) -> Sequence[Decision]:
         """It is out, or would be if it might."""
-        move = self._watched(self._up.get(replica)) if why in DOUBTS else None
+        taken = why in DOUBTS and replica not in self._new
+        move = self._watched(self._up.get(replica)) if taken else None
         decisions: list[Decision] = []
         if move is not None:
             cause = f"a new replica is out: {why}"
@@ -292,7 +300,10 @@ class Rollout:
         """A breaker of this model opened; ``version`` is empty where it is not by version."""
         move = self._moves.get(model)
         decisions: list[Decision] = []
-        if move is not None and move.phase == "watching" and version in ("", move.version):
+        if move is None:
+            return ()
+        alone = move.phase == "watching" and version in ("", move.version)
+        if alone or (version == move.version and self._between(move)):
             self._undo(now_ns, move, "a breaker opened", figures, decisions)
         return decisions
 
@@ -300,7 +311,12 @@ class Rollout:
         """Does nobody else need to see to it that something takes its place, should it be lost?
         Either it takes no requests, or an old one that is kept does."""
         move = self._watched(self._up.get(replica))
-        return self.holds(replica) or (move is not None and bool(self._kept(move.model)))
+        return self.holds(replica) or (move is not None and self._makes_up(move))
+
+    def _makes_up(self, move: Move) -> bool:
+        """Is what takes the place of a lost new replica to be seen to here? Old ones that are there
+        do, or, between waves, the standby that is on its way."""
+        return move.phase != "watching" or bool(self._returning(move))
 
     # Time
 
@@ -339,9 +355,12 @@ class Rollout:
         """Start a standby for each old replica, as far as there are any. False: there is none."""
         room = self._section.replicas_max - len(self._new) - len(self._unwanted)
         chosen: list[int] = []
-        for old in self._old(move)[: max(0, room)]:
+        wanted = [self._up[old] for old in self._old(move)]
+        if move.owed >= 0:
+            wanted[:0] = [each for each in self._up.values() if each.serves(move.model)][:1]
+        for old in wanted[: max(0, room)]:
             for replica, known in self._standbys.items():
-                if replica not in chosen and known.replaces(self._up[old]):
+                if replica not in chosen and known.replaces(old):
                     chosen.append(replica)
                     break
         if not chosen:
@@ -378,6 +397,10 @@ class Rollout:
         for replica in coming:
             decisions.append(Rotated(replica, "in", why))
             known = self._up[replica]
+            if move.owed >= 0:
+                self.exchanged.append((replica, move.owed))
+                move.owed = -1
+                continue
             leaving = next((other for other in going if known.replaces(self._up[other])), None)
             if leaving is not None:
                 going.remove(leaving)
@@ -399,7 +422,7 @@ class Rollout:
         for move in list(self._moves.values()):
             if move.phase != "draining" or self._drains(move.model):
                 continue
-            if not self._old(move):
+            if not self._old(move) and move.owed < 0:
                 del self._moves[move.model]
             else:
                 self._wave(now_ns, move, decisions)
@@ -415,27 +438,40 @@ class Rollout:
         figures: tuple[tuple[str, int], ...],
         decisions: list[Decision],
         worst: int = -1,
+        gone: int = -1,
     ) -> None:
         """The new version does not do: go back, and say so."""
-        back, left = self._roll_back(now_ns, move, decisions, worst)
+        back, left = self._roll_back(now_ns, move, decisions, worst, gone)
         figures = (*figures, ("back", back), ("left", left))
         action = "standbys are started with it" if left else "it serves again"
         action = f"back to {move.before or 'the version before'}: {action}"
         decisions.append(_alert(move.model, f"{ROLLED_BACK}: {cause}", figures, action))
 
     def _roll_back(
-        self, now_ns: int, move: Move, decisions: list[Decision], worst: int = -1
+        self,
+        now_ns: int,
+        move: Move,
+        decisions: list[Decision],
+        worst: int = -1,
+        gone: int = -1,
     ) -> tuple[int, int]:
         """What is kept takes requests again, ``worst`` leaves first. Returns how many old replicas
-        came back, and how many new ones still are to be replaced."""
+        came back, and how many new ones still are to be replaced.
+
+        Args:
+            gone: a new one that is down already: the first that comes back takes its place.
+        """
         model = move.model
-        back = Move(model, move.before, "draining", None, before=move.version, undoes=move.version)
+        self._stop_new(model, decisions)
+        bad = move.version
+        back = Move(model, move.before, "draining", None, before=bad, undoes=bad, owed=gone)
         self._moves[model] = back
         new = sorted(self._old(back), key=lambda replica: replica != worst)
-        kept = self._kept(model)
+        kept = self._returning(move)
         for replica in kept:
             del self._draining[replica]
-        self._exchange(back, kept, new, f"rollback of {move.version}", decisions)
+        why = f"rollback of {bad}"
+        self._exchange(back, kept, new, why, decisions)
         self.undone.append(model)
         if not self._wave(now_ns, back, decisions):
             self._wait(now_ns, back)
@@ -445,9 +481,25 @@ class Rollout:
     def _watched(self, known: Known | None) -> Move | None:
         """The rollout that is watched, if the replica has what it brought."""
         for move in self._moves.values():
-            if known is not None and move.phase == "watching" and known.serves(move.model):
+            if known is None or not known.serves(move.model):
+                continue
+            if move.phase == "watching" or self._between(move):
                 return move if known.version == move.version else None
         return None
+
+    def _between(self, move: Move) -> bool:
+        """Some have the new version, others are still to get it."""
+        watches = self._section.watch_ms > 0 and move.undoes is None
+        return watches and move.replaced > 0 and bool(self._old(move))
+
+    def _returning(self, move: Move) -> list[int]:
+        """Old replicas that could take requests again at once."""
+        return [
+            replica
+            for replica, drain in self._draining.items()
+            if drain.model == move.model and not drain.stopped
+            and (drain.kept or self._up[replica].version == move.before)
+        ]  # fmt: skip
 
     def _kept(self, model: str) -> list[int]:
         return [
@@ -479,7 +531,11 @@ class Rollout:
         """The rollout is over: what it has started and not yet put to use is stopped."""
         del self._moves[move.model]
         self._let_go(move.model)
-        for replica in [one for one, new in self._new.items() if new.model == move.model]:
+        self._stop_new(move.model, decisions)
+
+    def _stop_new(self, model: str, decisions: list[Decision]) -> None:
+        """What was started for the present wave is not put to use."""
+        for replica in [one for one, new in self._new.items() if new.model == model]:
             started = self._new.pop(replica).stage == "starting"
             if replica in self._up:
                 self._unwanted.add(replica)

@@ -296,6 +296,8 @@ class Reflector:
     async def _follow(self) -> None:
         """Until a watch fails."""
         selector = (await self._api.scale(self._deployment)).selector
+        if not selector:  # it would select every pod of the namespace
+            raise ValueError(f"the scale of {self._deployment} names no selector of its pods")
         pods, since = await self._api.pods(selector)
         self.lists += 1
         self.listed = True

@@ -187,6 +187,11 @@ class Scaler:
         now = source.reflector.pods.get(pod.uid)
         return now is None or now.ending
 
+    def _there(self, pod: Pod) -> bool:
+        """As far as anything here knows, that pod still is."""
+        sources = {slot.source for slot in self._slots if slot.source is not None}
+        return any(not self.gone(source, pod) for source in sources)
+
     async def insist(self, pod: Pod, what: str, call: Callable[[], Awaitable[object]]) -> bool:
         """Until it is done; False: that pod is gone, and another may have its name."""
         failed = 0
@@ -195,7 +200,9 @@ class Scaler:
                 await call()
                 return True
             except ApiError as error:
-                if error.code in (404, 409):
+                # Another uid is a conflict when deleting, and invalid in a patch; so is a change
+                # that somebody else made at the same time.
+                if error.code == 404 or (error.code in (409, 422) and not self._there(pod)):
                     return False
                 failed += 1
                 await self.pause(f"pod {pod.name}: cannot {what}", error, failed)

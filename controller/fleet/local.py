@@ -99,6 +99,7 @@ class LocalFleet:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = kept(folder / processes.ID_FILE, lambda: secrets.token_hex(8).encode()).decode()
         self._family = processes.Family(folder, owner)
+        self._boot = processes.boot_id()
         self._memory = Versions(folder / "versions.json")
         remembered = self._memory.read()
         self._models = {
@@ -202,7 +203,10 @@ class LocalFleet:
         """Who served before serves again, and as many as the file says: its replicas first."""
         for seat in self._seats:
             record = found[seat.name]
-            seat.slot.role = "serve" if record is not None and record.serves else "spare"
+            serves = record is not None and record.serves
+            if record is not None and record.version != seat.served.version:
+                serves = False  # a new version that had not taken over, or an old one
+            seat.slot.role = "serve" if serves else "spare"
         for served in self._models.values():
             mine = [seat for seat in self._seats if seat.served is served]
             missing = len(served.spec.replicas) - sum(seat.slot.role == "serve" for seat in mine)
@@ -287,7 +291,7 @@ class LocalFleet:
         if served.version == seat.slot.version:
             return
         served.version = seat.slot.version
-        self._memory.write(self._models)
+        self._remember()
         log.info("%s is served in version %s from now on", served.name, served.version)
         for other in self._seats:
             if other.served is served:
@@ -370,7 +374,16 @@ class LocalFleet:
         if there != weights:
             raise ValueError(f"version {version} of {model} is {there} already, not {weights}")
         served.versions[version] = weights
-        self._memory.write(self._models)
+        self._remember()
+
+    def _remember(self) -> None:
+        """A full disk must not stop what is under way."""
+        try:
+            self._memory.write(self._models)
+        except OSError as error:
+            text = f"{self._memory.path} cannot be written: {error.strerror}: if the controller is"
+            text += " restarted, it serves the versions that were written last. Make room there"
+            self._driver.trouble("fleet versions", text)
 
     def view(self) -> FleetView:
         """Every slot, and what runs in it."""
@@ -457,11 +470,16 @@ class LocalFleet:
         if seat.work is not None:
             seat.work.cancel()
         if seat.child is None:  # it was not started yet
-            asyncio.get_running_loop().call_soon(self._tell_exit, seat, "not started")
+            asyncio.get_running_loop().call_soon(self._not_started, seat)
         elif kill:
             seat.child.kill()
         else:
             seat.child.terminate()
+
+    def _not_started(self, seat: Seat) -> None:
+        """It was told to end before it ran; told twice, it may be on its way again by now."""
+        if seat.child is None and seat.slot.state == "stopping":
+            self._tell_exit(seat, "not started")
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -490,9 +508,9 @@ class LocalFleet:
         seat.work = self._run(work)
 
     async def _spawn(self, seat: Seat, version: str) -> None:
-        if seat.sweeping is not None:
-            await asyncio.shield(seat.sweeping)
         try:
+            if seat.sweeping is not None:
+                await asyncio.shield(seat.sweeping)
             port = seat.free_port(frozenset(self._ports))
             self._ports.discard(int(seat.replica.url.rpartition(":")[2]))
             self._ports.add(port)
@@ -505,12 +523,12 @@ class LocalFleet:
             self._tell_exit(seat, f"cannot be started: {_told(error)}")
             return
         pid, weights = seat.child.pid, seat.served.versions[version]
-        seat.record = Record(
-            pid, processes.started_of(pid), processes.boot_id(), command,
+        record = Record(
+            pid, processes.started_of(pid), self._boot, command,
             tuple(sorted(env.items())), seat.served.name, version, weights, url,
-            seat.slot.role != "spare",
+            seat.slot.role == "serve",
         )  # fmt: skip
-        processes.write_file(seat.record_path, seat.record)
+        seat.note(record)
         log.info("%s: started process %d, version %s, %s", seat.name, pid, version, url)
         await self._look(seat)
 

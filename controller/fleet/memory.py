@@ -126,6 +126,9 @@ def _kv_bytes(folder: Path, args: Sequence[str]) -> int:
     except (KeyError, TypeError, ValueError):
         return 0
     element_bytes = 1 if "fp8" in (_value(args, "--kv-cache-dtype") or "") else 2
+    if latent := shape.get("kv_lora_rank"):  # keys and values in one, for all heads together
+        width = int(latent) + int(shape.get("qk_rope_head_dim") or 0)
+        return layers * width * element_bytes * tokens
     return 2 * layers * kv_heads * head * element_bytes * tokens
 
 

@@ -259,7 +259,13 @@ def spawn(
             list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env={**environment, **env, MARK: mark}, start_new_session=True,
         )  # fmt: skip
-    return Child(own.pid, own, on_exit)
+    try:
+        return Child(own.pid, own, on_exit)
+    except OSError:  # no descriptor is left: what cannot be watched must not run
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(own.pid, signal.SIGKILL)
+        own.wait()
+        raise
 
 
 def keep_log(log: Path) -> None:
@@ -269,10 +275,12 @@ def keep_log(log: Path) -> None:
 
 
 def bound_log(log: Path) -> None:
-    """Move what a process has written aside if it is too much; the process writes on."""
-    with contextlib.suppress(FileNotFoundError):
+    """Move what a process has written aside if it is too much; the process writes on. Where
+    there is no room for a copy, there is none."""
+    with contextlib.suppress(OSError):
         if log.stat().st_size > LOG_BYTES_MOST:
-            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            with contextlib.suppress(OSError):
+                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
             os.truncate(log, 0)
 
 

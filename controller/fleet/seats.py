@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from pathlib import Path
@@ -221,13 +222,25 @@ class Seat:
             return
         changed = msgspec.structs.replace(self.record, serves=serves, warmed=warmed)
         if changed != self.record:
-            self.record = changed
-            processes.write_file(self.record_path, changed)
+            self.note(changed)
+
+    def note(self, record: Record) -> None:
+        """This runs here. Where it cannot be written, such as on a full disk, it runs all the same:
+        only the next controller will not adopt it."""
+        self.record = record
+        try:
+            processes.write_file(self.record_path, record)
+        except OSError as error:
+            log.warning(
+                "%s cannot be written: %s: if this controller is killed, the next one starts %s"
+                " anew", self.record_path, error.strerror, self.name,
+            )  # fmt: skip
 
     def forget(self) -> None:
-        """Nothing runs here any more."""
+        """Nothing runs here any more. A record that stays names a process that has ended."""
         self.record = None
-        self.record_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.record_path.unlink()
 
 
 def seats_of(file: FleetFile, models: Mapping[str, Served], folder: Path) -> tuple[Seat, ...]:

@@ -215,6 +215,8 @@ def test_a_killed_controller_is_followed_by_one_that_adopts(site: Callable[..., 
 def test_a_controller_that_is_killed_in_the_midst_of_a_start(site: Callable[..., Site]) -> None:
     one = site(2, [])
     eventually("they have been started", lambda: len(members(one.fleet_folder)) == 2, 10.0)
+    kept = one.fleet_folder.glob
+    eventually("that is on record", lambda: len(list(kept("*-?.json"))) == 2, 10.0)
     one.controller.kill()
     left = members(one.fleet_folder)
     one.again()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -435,6 +436,79 @@ def test_logs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(run())
 
 
+def test_a_log_that_cannot_be_copied_is_cut_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOG_BYTES_MOST", 10)
+    log = tmp_path / "m-0.log"
+    log.write_bytes(b"x" * 20)
+    monkeypatch.setattr("shutil.copyfile", no_room)
+    processes.bound_log(log)
+    assert log.stat().st_size == 0
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_on_a_full_disk_servers_are_started_and_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A crash is followed by a start, a warm standby serves when it is asked for, and a version
+    takes over; what cannot be written is said."""
+
+    async def run() -> None:
+        async with begun(file_of(1, 1), tmp_path / "f") as site:
+            await site.up()
+            await site.until("warm", 1)
+            monkeypatch.setattr(processes, "write_file", no_room)
+            site.fleet.run(Start(1))
+            await site.up(1)
+            os.kill(site.fleet.pid(0), signal.SIGKILL)
+            await site.until("warm", 0)
+            site.fleet.add_version("m", "v3", "/weights/v3")
+            assert "versions.json cannot be written: No space left" in str(site.desk.troubles)
+        assert "the next one starts m-standby-0 anew" in caplog.text
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_watched_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is left: it is ended, and started again later."""
+    made = processes.Child
+    left = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def child(*given: object) -> processes.Child:
+        if left:
+            raise left.pop()
+        return made(*given)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        monkeypatch.setattr(processes, "Child", child)
+        async with begun(file_of(1), tmp_path / "f") as site:
+            slot = await site.until("waiting")
+            assert slot.why == "cannot be started: Too many open files"
+            assert not members(site.folder)
+            await site.up()
+
+    asyncio.run(run())
+
+
+def test_what_is_ended_twice_before_it_ran_is_started_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with begun(file_of(1), tmp_path / "f") as site:
+            site.fleet.run(Rotated(0, "isolated", "hung"))
+            site.fleet.slot_broken(0, "a drill")
+            assert site.fleet.slot_well(0)
+            await site.up()
+            assert site.slot().starts == 2
+            assert len(members(site.folder)) == 1
+
+    asyncio.run(run())
+
+
 # ---- a controller is killed, and another one begins ----
 
 
@@ -594,5 +668,25 @@ def test_roles_outlive_the_controller(tmp_path: Path) -> None:
             await site.up(1)
             await announced_again(site, 0)
             assert site.desk.up() == [1]
+
+    asyncio.run(run())
+
+
+def test_a_version_that_had_not_taken_over_is_a_standby_again(tmp_path: Path) -> None:
+    """The controller was killed in the midst of a reload: no more serve than before."""
+    folder = tmp_path / "f"
+    file = file_of(1, 1)
+
+    async def run() -> None:
+        await left_behind(file, folder, 2)
+        path = folder / "m-standby-0.json"
+        record = processes.read_record(path)
+        assert record is not None
+        changed = msgspec.structs.replace(record, serves=True, version="v2", weights="/weights/v2")
+        processes.write_file(path, changed)
+        async with begun(file, folder) as site:
+            await site.up(0)
+            await announced_again(site, 1)
+            assert site.desk.up() == [0]
 
     asyncio.run(run())

@@ -177,8 +177,11 @@ class RolloutMachine(RuleBasedStateMachine):
         serving, kept = self.serving(), self.kept
         self.both("breaker_opened", "m", version, (("bad", 5), ("total", 9)))
         move = before.get("m")
-        if move is None or move.phase != "watching" or move.version != version:
+        between = move is not None and move.phase != "watching" and move.replaced > 0
+        if move is None or move.version != version or not (between or move.phase == "watching"):
             assert self.serving() == serving
+        elif between:
+            assert len(self.serving()) >= len(serving)
         else:
             assert all(self.rollout.allowed(replica) for replica in kept)
 

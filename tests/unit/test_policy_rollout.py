@@ -378,6 +378,99 @@ def test_the_worst_replica_leaves_first_and_the_rest_is_a_rollout_in_reverse() -
     assert rollout.deadline_ns() is None
 
 
+@pytest.mark.parametrize("how", ["breaker", "failures", "hung", "down"])
+def test_a_version_that_is_bad_after_the_first_wave_goes_no_further(how: str) -> None:
+    """What it replaced still ends what it had: it takes requests again."""
+    rollout = fleet(3, 1, watch_ms=60_000)
+    request(rollout)
+    bring_up(rollout, 3)
+    assert rollout.covers(3)
+    first, *_, alert = doubt(rollout, how, replica=3)
+    assert first == Rotated(0, "in", BACK)
+    assert alert.cause.startswith("rolled back: ")
+    assert alert.figures[-2:] == (("back", 1), ("left", 0))
+    assert [one for one in range(4) if rollout.allowed(one)][:3] == [0, 1, 2]
+    assert rollout.undone == ["m"]
+
+
+@pytest.mark.parametrize("how", ["breaker", "failures"])
+@pytest.mark.parametrize("stage", ["starting", "warming"])
+def test_a_version_that_is_bad_in_a_later_wave_is_replaced_in_reverse(how: str, stage: str) -> None:
+    """What it replaced has ended: the wave that had begun is not put to use, but for going back."""
+    rollout = fleet(3, 1, watch_ms=60_000)
+    request(rollout)
+    bring_up(rollout, 3)
+    rollout.emptied(3 * S, 0)
+    rollout.down(3 * S, 0)
+    assert list(rollout.standby(3 * S, standby(0))) == [Start(0, "v2")]
+    if stage == "warming":
+        rollout.up(3 * S, spec(0, "v2"))
+    *stopped, alert = doubt(rollout, how, replica=3)
+    assert alert.figures[-2:] == (("back", 0), ("left", 1))
+    if stage == "starting":
+        stopped = list(rollout.up(3 * S, spec(0, "v2")))
+    assert stopped == [Stop(0)]
+    assert list(rollout.warmed(3 * S, Warmed(0, "v2"))) == []
+    assert list(rollout.breaker_opened(3 * S, "m", "v2", ())) == []  # it is on its way back
+    rollout.down(4 * S, 0)
+    assert list(rollout.standby(4 * S, standby(0, version="v2"))) == [Start(0, "v1")]
+    assert bring_up(rollout, 0, "v1") == [
+        Rotated(0, "in", "rollout of v1"), Rotated(3, "draining", "rollout of v1"),
+    ]  # fmt: skip
+    rollout.emptied(5 * S, 3)
+    rollout.down(5 * S, 3)
+    assert rollout.deadline_ns() is None
+    assert [one for one in range(4) if rollout.allowed(one) and one != 3] == [0, 1, 2]
+
+
+def test_the_place_of_a_new_replica_that_dies_between_waves_is_taken() -> None:
+    """Nothing can take it at once: the next standby does, with the version from before."""
+    rollout = fleet(3, 1, watch_ms=60_000)
+    request(rollout)
+    bring_up(rollout, 3)
+    rollout.emptied(3 * S, 0)
+    rollout.down(3 * S, 0)
+    assert rollout.covers(3)
+    [alert] = doubt(rollout, "down", replica=3)
+    assert alert.cause == "rolled back: a new replica went down"
+    assert alert.figures[-2:] == (("back", 0), ("left", 0))
+    assert rollout.deadline_ns() is not None
+    rollout.load(msgspec.convert(msgspec.to_builtins(rollout.state(3 * S)), RolloutState), 3 * S)
+    assert list(rollout.standby(4 * S, standby(0))) == [Start(0, "v1")]
+    assert list(rollout.up(4 * S, spec(3, "v2"))) == [Stop(3)]
+    assert bring_up(rollout, 0, "v1") == [Rotated(0, "in", "rollout of v1")]
+    assert rollout.exchanged[-1] == (0, 3)
+    assert rollout.deadline_ns() is None
+    assert [one for one in range(4) if rollout.allowed(one)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["breaker", "failures", "down"])
+def test_between_waves_nothing_is_watched_where_nothing_is_to_be(how: str) -> None:
+    rollout = fleet(3, 1)
+    request(rollout)
+    bring_up(rollout, 3)
+    assert doubt(rollout, how, replica=3) == []
+    assert list(rollout.breaker_opened(3 * S, "m", "", ())) == []
+
+
+def test_what_is_kept_takes_the_place_of_what_died() -> None:
+    """As many serve as before."""
+    rollout = fleet(3, 1, watch_ms=60_000)
+    [start] = request(rollout)
+    for leaving in (0, 1):
+        bring_up(rollout, start.replica)
+        rollout.emptied(3 * S, leaving)
+        rollout.down(3 * S, leaving)
+        [start] = rollout.standby(3 * S, standby(leaving))
+    bring_up(rollout, start.replica)
+    assert [one for one in range(4) if rollout.allowed(one)] == [0, 1, 3]
+    first, alert = doubt(rollout, "down", replica=3)
+    assert first == Rotated(2, "in", BACK)
+    assert alert.figures[-2:] == (("back", 1), ("left", 2))
+    assert [one for one in (0, 1, 2) if rollout.allowed(one)] == [0, 1, 2]
+    assert rollout.exchanged[-1] == (2, 3), "what is never given up is not the dead one any more"
+
+
 def test_whoever_asks_for_the_old_version_while_it_is_kept_has_it_at_once() -> None:
     rollout = watched()
     assert request(rollout, "v1", 3 * S) == [
