@@ -1,19 +1,21 @@
 """Manifests are checked as ``kubectl create --dry-run=client --validate=strict`` does, by kubectl
 itself: here is the server that it asks what kinds there are and which fields they have.
 
-``kubernetes_v1_31.json`` holds the definitions of the kinds that are used in ``controller/deploy``,
-of the OpenAPI of Kubernetes v1.31 (Apache License 2.0), without descriptions and status: made from
-the JSON schemas v1.31.0 of the package kubernetes-validate 1.37.0, turned back into OpenAPI.
-kubectl reads them in gnostic's protobuf form (``openapi.v2.Document``), which is encoded here.
+The definitions are those of Kubernetes v1.31.0. They are read when a test asks, from the JSON
+schemas that the package kubernetes-validate (Apache License 2.0) installs, and turned back into
+the OpenAPI v2 that they were made of, without descriptions; only its data is read, its code is
+never run. kubectl reads them in gnostic's protobuf form (``openapi.v2.Document``), which is
+encoded here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
+import importlib.util
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,21 +24,74 @@ if TYPE_CHECKING:
 KINDS = "x-kubernetes-group-version-kind"
 PROTOBUF = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 CLUSTER_WIDE = ("Namespace",)
+USED = (
+    "apps.v1.Deployment",
+    "apps.v1.StatefulSet",
+    "autoscaling.v2.HorizontalPodAutoscaler",
+    "core.v1.ConfigMap",
+    "core.v1.Namespace",
+    "core.v1.Service",
+    "core.v1.ServiceAccount",
+    "networking.v1.NetworkPolicy",
+    "policy.v1.PodDisruptionBudget",
+    "rbac.v1.Role",
+    "rbac.v1.RoleBinding",
+)
+"""What the manifests are of: the kinds that the server says it has."""
+
+PACKAGE = "kubernetes_validate"
+SCHEMAS = ("kubernetes-json-schema", "v1.31.0-local", "_definitions.json")
+UNIONS = {
+    "io.k8s.apimachinery.pkg.api.resource.Quantity": {"type": "string"},
+    "io.k8s.apimachinery.pkg.util.intstr.IntOrString": {
+        "type": "string", "format": "int-or-string",
+    },
+}  # fmt: skip
+"""What OpenAPI v2 says of the two definitions that JSON schema says with ``oneOf``."""
+
+
+# ---- definitions ----
+
+
+def _packed() -> dict[str, Any]:
+    """The package's definitions by name, as JSON schemas."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None:
+        raise ModuleNotFoundError(f"{PACKAGE} is not installed: pip install -e '.[dev]'")
+    # A module that is made and not run is enough to find the files that lie beside it.
+    folder = importlib.resources.files(importlib.util.module_from_spec(spec))
+    found: dict[str, Any] = json.loads(folder.joinpath(*SCHEMAS).read_text())["$defs"]
+    return found
+
+
+def _openapi(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same in OpenAPI v2, where null is no type; only what kubectl looks at."""
+    out = {each: schema[each] for each in ("format", "required", KINDS) if each in schema}
+    if "$ref" in schema:
+        out["$ref"] = "#/definitions/" + schema["$ref"].rpartition("/")[2]
+    if "type" in schema:
+        said = schema["type"]
+        (out["type"],) = {said} if isinstance(said, str) else set(said) - {"null"}
+    for inner in ("items", "additionalProperties"):
+        if inner in schema:
+            out[inner] = _openapi(schema[inner])
+    if "properties" in schema:
+        out["properties"] = {name: _openapi(each) for name, each in schema["properties"].items()}
+    return out
 
 
 def definitions() -> dict[str, Any]:
-    """By name."""
-    text = (Path(__file__).parent / "kubernetes_v1_31.json").read_text()
-    found: dict[str, Any] = json.loads(text)
-    return found
+    """By name, all that Kubernetes has."""
+    return {name: UNIONS.get(name) or _openapi(each) for name, each in _packed().items()}
 
 
 def kinds() -> dict[tuple[str, str], list[str]]:
     """Kinds by (group, version)."""
+    known = definitions()
     found: dict[tuple[str, str], list[str]] = {}
-    for schema in definitions().values():
-        for each in schema.get(KINDS, ()):
-            found.setdefault((each["group"], each["version"]), []).append(each["kind"])
+    for name in USED:
+        (each,) = known[f"io.k8s.api.{name}"][KINDS]
+        found.setdefault((each["group"], each["version"]), []).append(each["kind"])
     return found
 
 

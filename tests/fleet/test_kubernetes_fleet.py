@@ -175,6 +175,51 @@ def test_a_pod_that_answers_wrongly_gets_nothing_until_it_does(tmp_path: Path) -
     asyncio.run(run())
 
 
+def test_a_warm_up_that_a_pod_outran_says_nothing_of_the_next_one(tmp_path: Path) -> None:
+    """Not ready and ready again while its first prompts hang: they fail, and others go on."""
+
+    async def run() -> None:
+        async with running(tmp_path) as case:
+            await case.up(0, 1)
+            asked: list[asyncio.Event] = []
+
+            def slow(server: Any) -> None:
+                handle = server._handle
+
+                async def answer(request: web.Request) -> web.StreamResponse:
+                    if request.method != "POST":
+                        return await handle(request)
+                    go_on = asyncio.Event()
+                    asked.append(go_on)
+                    number = len(asked)
+                    await go_on.wait()
+                    return web.Response(status=500) if number == 1 else await handle(request)
+
+                server._handle = answer
+
+            case.api.deployments["vllm"].answers = slow
+            case.fleet.run(Start(2))
+            await until("its first prompts", lambda: len(asked) == 1, WITHIN_S)
+            name = case.names()[2]
+            case.api.set_ready(name, False)
+            await until("it waits", lambda: case.states()[2] == "waiting", WITHIN_S)
+            case.api.set_ready(name, True)
+            await until("its first prompts anew", lambda: len(asked) == 2, WITHIN_S)
+            asked[0].set()
+            # The first warm-up goes on to the chat endpoint, and has failed after that.
+            await until("it goes on", lambda: len(asked) == 3, WITHIN_S)
+            asked[2].set()
+            await asyncio.sleep(0.3)
+            assert case.states()[2] == "warming"
+            assert "first prompts" not in case.said()
+            asked[1].set()
+            await until("its last prompt", lambda: len(asked) == 4, WITHIN_S)
+            asked[3].set()
+            await case.up(0, 1, 2)
+
+    asyncio.run(run())
+
+
 def test_a_deleted_pod_is_drained_and_its_slot_follows_the_next(tmp_path: Path) -> None:
     """Nobody has to replace it: whoever deleted it meant it."""
 
@@ -428,6 +473,29 @@ def test_a_change_whose_answer_is_lost_is_not_made_twice(tmp_path: Path) -> None
             hold.set()
             await until("it is gone", lambda: len(case.api.pods) == 3, WITHIN_S)
             assert case.api.deployments["vllm"].replicas == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("code", [409, 422])
+def test_a_pod_that_someone_else_changes_is_removed_all_the_same(code: int, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as case:
+            await case.up(0, 1)
+            case.fleet.run(Start(2))
+            await case.up(0, 1, 2)
+            refused: list[str] = []
+
+            def refuse(method: str, path: str) -> None:
+                if method == "PATCH" and "/pods/" in path and not refused:
+                    refused.append(path)
+                    raise Refusal(code, "Conflict", "the object has been modified")
+
+            case.api.before = refuse
+            case.fleet.run(Stop(1))
+            await until("it is a standby", lambda: case.states()[1] == "cold", WITHIN_S)
+            assert refused
+            assert case.scaled() == [3, 2]
 
     asyncio.run(run())
 
@@ -747,10 +815,11 @@ def test_a_renewed_token_is_read_again(tmp_path: Path) -> None:
         ("token", "its token is not taken"),
         ("role", "give the controller's service account the Role"),
         ("name", "is the name in the fleet file that of a Deployment"),
+        ("selector", "names no selector of its pods"),
     ],
 )
 def test_what_is_forbidden_or_not_there_is_said_with_a_hint(
-    change: str, said: str, tmp_path: Path
+    change: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
         api = KubeApi(Deployment("other" if change == "name" else "vllm", 1))
@@ -758,6 +827,8 @@ def test_what_is_forbidden_or_not_there_is_said_with_a_hint(
             api.role.remove(("get", "deployments/scale"))
         if change == "token":
             api.tokens = {"another"}
+        if change == "selector":  # an empty one would be every pod of the namespace
+            monkeypatch.setattr(Deployment, "selector", {})
         await api.start()
         fleet = fleet_of(api, tmp_path)
         async with http.session() as session:
