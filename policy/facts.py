@@ -437,6 +437,8 @@ class Facts:
                 )
         elif isinstance(event, (GpuFault, Warmed)):
             self._known(event.replica)
+            if isinstance(event, GpuFault) and not 0 <= event.code <= COUNT_MOST:
+                raise Illegal(f"replica {event.replica}: the code of a fault is {event.code}")
         self.now_ns = now_ns
 
     def eligible(self, model: str, embeddings: bool) -> tuple[Replica, ...]:

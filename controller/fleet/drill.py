@@ -7,9 +7,10 @@ and in the answer; what follows is real: the replica is isolated, and a standby 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from policy.events import GpuFault
 
@@ -30,9 +31,9 @@ class DrillRefused(ValueError):
 class DrilledFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the policy is to believe."""
 
-    replica: int
+    replica: Annotated[int, Meta(ge=0, le=1_000_000)]
     kind: Literal["ecc_uncorrectable", "xid_fatal"]
-    code: int = 0
+    code: Annotated[int, Meta(ge=0, le=1000)] = 0
     """The Xid."""
 
 

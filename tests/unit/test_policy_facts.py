@@ -9,6 +9,7 @@ from policy.events import (
     Failed,
     Finished,
     FirstToken,
+    GpuFault,
     ReplicaDown,
     Scraped,
     Standby,
@@ -192,3 +193,10 @@ def test_times_move_with_the_clock_on_restoring() -> None:
     assert (opened.arrived_ns, opened.dispatched_ns, opened.first_ns) == (960, 970, 980)
     assert again.replicas[0].scraped_ns == 990
     assert again.state().open == known.state().open
+
+
+def test_a_fault_with_a_code_that_is_none_is_illegal() -> None:
+    known = facts()
+    for code in (-1, 1 << 64):
+        with pytest.raises(Illegal, match=f"the code of a fault is {code}"):
+            known.fleet(0, GpuFault(0, "xid_fatal", code))
