@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 
 from policy.decisions import Alert, Dispatch, Rotated, Settled
-from policy.events import Arrived, FirstToken, ReplicaDown, ReplicaUp
+from policy.events import Arrived, FirstToken, ReplicaDown, ReplicaUp, Restored
 from policy.fleet import NO_DEATH
 from policy.outcomes import CALLERS_FAULT
 from policy.tiers import Tags
@@ -33,7 +33,16 @@ GOOD_PERMILLE = 900
 OUT = frozenset({"ejected", "isolated", "draining"})
 SAME_S = 0.05
 """Times that differ by less are told as equal: a busy machine's timers are no finer."""
+SAME_REQUESTS = 3
+"""Counts that differ by no more are equal beside each other: what is in flight at the instant of
+the fault is chance."""
 ALERTS_MOST = 50
+RULE = (
+    "times relative to what was measured, equal where less than 50 ms apart; failed, and degraded"
+    " or refused, requests relative to the larger of the two counts, equal where at most 3 apart,"
+    " and at least as a share of those offered"
+)
+"""How ``differences`` compares, in words."""
 
 
 DrillKind = Literal[
@@ -90,7 +99,8 @@ class DrillFigures(msgspec.Struct, frozen=True):
     lost: int
     """Without an outcome at the end of the log, or with more than one."""
     isolated_s: float | None
-    """From the fault until all that was hit was out of rotation; None: never."""
+    """From the fault until all that was hit was out of rotation; None: never, or it was not in the
+    rotation when it was hit."""
     recovered_s: float | None
     """From the fault until as many replicas serve as before, for good, and goodput is back; None:
     not by the end of the log."""
@@ -99,6 +109,8 @@ class DrillFigures(msgspec.Struct, frozen=True):
     others_out: tuple[str, ...]
     """Replicas that left the rotation though they were not hit, and why."""
     alerts: tuple[Raised, ...]
+    hit: tuple[str, ...] = ()
+    """Names of what was hit, as alerts have them; empty: the log does not tell."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -151,6 +163,8 @@ class DrillReader:
         self._before = -1
         self._least = 0
         self._isolated_ns = -1
+        self._was_in = False
+        """All that was hit was in the rotation at the fault: else nothing shows that it left."""
         self._short = False
         """Fewer serve than before."""
         self._back_ns = -1
@@ -177,6 +191,7 @@ class DrillReader:
     def _begin(self) -> None:
         """The fault happens: how things stood."""
         self._before = self._least = len(self._serving)
+        self._was_in = self._serving.issuperset(self._broken.replicas)
 
     # Requests
 
@@ -191,6 +206,8 @@ class DrillReader:
         elif isinstance(event, ReplicaUp):
             self._names[event.replica] = event.name
             self._serving.add(event.replica)
+        elif isinstance(event, Restored):  # whatever was up counts again when it comes up
+            self._serving.clear()
         elif isinstance(event, ReplicaDown):
             self._leave(event.replica, "" if event.reason in NO_DEATH else f"down: {event.reason}")
 
@@ -231,7 +248,8 @@ class DrillReader:
     def _look(self, now_ns: int) -> None:
         serving = len(self._serving)
         self._least = min(self._least, serving)
-        if self._isolated_ns < 0 and self._serving.isdisjoint(self._broken.replicas):
+        out = self._was_in and self._serving.isdisjoint(self._broken.replicas)
+        if self._isolated_ns < 0 and out:
             self._isolated_ns = now_ns
         short = serving < self._before
         if self._short and not short:
@@ -280,6 +298,7 @@ class DrillReader:
             serving_least=self._least,
             others_out=tuple(self._others),
             alerts=tuple(self._alerts),
+            hit=tuple(self._names[each] for each in hit if each in self._names),
         )
 
     def _recovered_s(self, mine: Sequence[_Known]) -> float | None:
@@ -316,8 +335,13 @@ class DrillReader:
 
 
 def differences(measured: DrillFigures, predicted: DrillFigures) -> tuple[Difference, ...]:
-    """How far the twin was off. Times: relative to what was measured; such as differ by less than
-    ``SAME_S`` are equal. Requests: their difference as a share of those offered."""
+    """How far the twin was off.
+
+    Times: relative to what was measured; such as differ by less than ``SAME_S`` are equal.
+    Requests: relative to the larger of the two counts; such as differ by at most
+    ``SAME_REQUESTS`` are equal in that. Where their difference as a share of the requests offered
+    is larger, that counts: of few requests a few are much. ``RULE`` says the same.
+    """
     offered = max(1, measured.offered)
     return (
         _times("isolated_s", measured.isolated_s, predicted.isolated_s),
@@ -341,5 +365,8 @@ def _times(figure: str, measured: float | None, predicted: float | None) -> Diff
 
 
 def _counts(figure: str, measured: int, predicted: int, offered: int) -> Difference:
-    error_pct = 100.0 * abs(measured - predicted) / offered
+    apart = abs(measured - predicted)
+    error_pct = 100.0 * apart / offered
+    if apart > SAME_REQUESTS:
+        error_pct = max(error_pct, 100.0 * apart / max(measured, predicted))
     return Difference(figure, float(measured), float(predicted), error_pct)

@@ -80,8 +80,8 @@ class _Standing:
     """Whatever was up once: what a standby is like when it is up is not said before."""
     started_s: dict[int, float] = field(default_factory=dict)
     """From the controller's beginning until it was up for the first time."""
-    first_ns: int = -1
-    """Of the trace's first request."""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """When each request came, by the log's clock."""
 
 
 def predict(
@@ -96,7 +96,7 @@ def predict(
 
     Args:
         broken: what was done to the live fleet, by its log's clock and numbers.
-        records: the live decision log, from its beginning.
+        records: the live decision log, from its beginning or from what stands for it.
         trace: what passed, as the controller recorded it.
         parameters: the policy in force.
         profiles: a profile of step times, by model; under "" that of all others.
@@ -106,13 +106,12 @@ def predict(
         FileError, TraceError, FleetError: a profile or the trace cannot be used.
     """
     settings = settings or DrillSettings()
-    first_id, first_s = _first_row(trace)
-    standing = _standing(broken, records, first_id)
+    standing = _standing(broken, records)
+    shift_ns = _shift_ns(trace, standing.arrived)
     fleet, standbys, numbers = _rack(standing, profiles)
     hit = [numbers[replica] for replica in broken.replicas if replica in numbers]
     if not hit:
         raise PredictionError("none of the replicas that were hit was up, or could be started")
-    shift_ns = standing.first_ns - round(first_s * NS)  # the log's clock where the trace's is 0
     from_s = max(0.0, (broken.at_ns - shift_ns) / NS - BEFORE_S)
     moved_ns = shift_ns + round(from_s * NS)
     mine = msgspec.structs.replace(
@@ -153,7 +152,7 @@ class _Log:
         self.reader.step(now_ns, event, decisions)
 
 
-def _standing(broken: Broken, records: Iterable[Record], first_id: int) -> _Standing:
+def _standing(broken: Broken, records: Iterable[Record]) -> _Standing:
     standing = _Standing()
     began_ns = 0
     for record in records:
@@ -161,8 +160,9 @@ def _standing(broken: Broken, records: Iterable[Record], first_id: int) -> _Stan
         if isinstance(event, Restored):
             began_ns = record.now_ns
             standing.started_s.clear()
-        elif isinstance(event, Arrived) and event.request == first_id:
-            standing.first_ns = record.now_ns
+            standing.up.clear()  # what was up counts again when it comes up
+        elif isinstance(event, Arrived):
+            standing.arrived[event.request] = record.now_ns
         if record.now_ns >= broken.at_ns:
             break
         if isinstance(event, ReplicaUp):
@@ -173,18 +173,23 @@ def _standing(broken: Broken, records: Iterable[Record], first_id: int) -> _Stan
             standing.up.pop(event.replica, None)
         elif isinstance(event, Standby):
             standing.standbys[event.replica] = event
-    if not standing.up or standing.first_ns < 0:
-        missing = (
-            "no replica was up" if not standing.up else "none of the trace's requests had come"
-        )
-        raise PredictionError(f"{missing} before the fault, by the decision log")
+    if not standing.up:
+        raise PredictionError("no replica was up before the fault, by the decision log")
     return standing
 
 
-def _first_row(trace: Path) -> tuple[int, float]:
-    """(id, arrival in s) of the trace's first request: its id is the log's, too."""
-    batch = next(iter(open_trace(trace).batches(columns=["request_id", "arrival_s"])))
-    return batch.column("request_id")[0].as_py(), batch.column("arrival_s")[0].as_py()
+def _shift_ns(trace: Path, arrived: Mapping[int, int]) -> int:
+    """The log's clock where the trace's is 0, by the first request that both have: it has the same
+    id in both."""
+    for batch in open_trace(trace).batches(columns=["request_id", "arrival_s"]):
+        ids, times_s = (batch.column(name).to_pylist() for name in ("request_id", "arrival_s"))
+        for request, arrival_s in zip(ids, times_s, strict=True):
+            if request in arrived:
+                shift_ns: int = arrived[request] - round(arrival_s * NS)
+                return shift_ns
+    raise PredictionError(
+        "none of the trace's requests had come before the fault, by the decision log"
+    )
 
 
 def _rack(

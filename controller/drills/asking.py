@@ -6,13 +6,15 @@ import json
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any, NamedTuple
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from controller.admin.status import AlertView  # noqa: TC001 - msgspec reads it
+from controller.drills.opening import opening
 from controller.fleet.contract import FleetAnswer
-from policy.log import read_segment
+from policy.log import LogError, read_segment
 from policy.parameters import from_canonical
 
 if TYPE_CHECKING:
@@ -29,32 +31,97 @@ STANDING = frozenset({"serving", "warm", "cold", "outside"})
 
 
 class DrillError(Exception):
-    """A drill that cannot be done, or whose target does not answer: why, and what to do."""
+    """A drill that cannot be done, or whose target does not answer: why, and what to do.
+
+    Args:
+        status: what the target answered; 0: it is not about an answer.
+    """
+
+    def __init__(self, why: str, status: int = 0) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 class _Alerts(msgspec.Struct):
     alerts: tuple[AlertView, ...]
 
 
-class Log(NamedTuple):
-    """The decision log, segment by segment as it was when asked for."""
+class Log:
+    """The decision log from its newest segment on, as that was when this was made: what came before
+    is told by the segment's snapshot (``controller.drills.opening``).
 
-    headers: tuple[Header, ...]
-    segments: tuple[bytes, ...]
+    Args:
+        admin: whose log it is.
+
+    Raises:
+        DrillError: it cannot be read.
+    """
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self._bytes: dict[str, int] = {}
+        """Of each segment that was read."""
+        self._headers: dict[str, Header] = {}
+        self._records: dict[str, list[Record]] = {}
+        self._opening: tuple[Record, ...] = ()
+        why = "it has no segment"
+        for name, size in reversed(admin.segments()):
+            why = self._read(name, size)
+            if not why:
+                return
+        raise DrillError(f"{admin.url}: its decision log cannot be read: {why}")
+
+    def read(self) -> None:
+        """Read on. What was read is not asked for again, but for the segment that grows."""
+        listed = self._admin.segments()
+        first = next(iter(self._headers))
+        names = [name for name, _ in listed]
+        if first not in names:
+            raise DrillError(
+                f"{self._admin.url}: {first}, the segment of its decision log in which the drill"
+                " began, is gone: do a shorter one"
+            )
+        for name, size in listed[names.index(first) :]:
+            if self._bytes.get(name) != size:
+                self._read(name, size)
+
+    def _read(self, name: str, size: int) -> str:
+        """Why it cannot be read, such as when it has only just begun; empty: it was."""
+        data = self._admin.segment(name)
+        try:
+            segment = read_segment(data)
+        except LogError as error:
+            return f"{name}: {error}"
+        try:
+            if not self._headers:
+                self._opening = opening(segment.header, segment.snapshot)
+            self._records[name] = list(segment.records)
+        except (LogError, msgspec.MsgspecError) as error:
+            raise DrillError(
+                f"{self._admin.url}/log/{name}: {error}: use the controller's own version"
+            ) from error
+        self._headers[name] = segment.header
+        self._bytes[name] = size
+        return ""
 
     def records(self) -> Iterator[Record]:
-        """All of them, in order."""
-        for data in self.segments:
-            yield from read_segment(data).records
+        """All of them, in order; first those that tell how things stood before."""
+        yield from self._opening
+        for records in self._records.values():
+            yield from records
 
     @property
     def parameters(self) -> Parameters:
         """The policy in force when its last segment began."""
-        return from_canonical(self.headers[-1].policy)
+        return from_canonical(self._last.policy)
 
     def clock_ns(self, wall_ns: int) -> int:
         """A time of day (ns since 1970) by the log's own clock."""
-        return wall_ns - self.headers[-1].wall_ns
+        return wall_ns - self._last.wall_ns
+
+    @property
+    def _last(self) -> Header:
+        return self._headers[next(reversed(self._headers))]
 
 
 class Admin:
@@ -77,11 +144,14 @@ class Admin:
         told: tuple[AlertView, ...] = self._decoded("/alerts", _Alerts).alerts
         return tuple(sorted((one for one in told if one.at_s >= since_s), key=lambda one: one.at_s))
 
-    def log(self) -> Log:
-        """Its decision log up to now."""
+    def segments(self) -> list[tuple[str, int]]:
+        """(name, bytes) of what there is of its decision log, the oldest first."""
         listed = json.loads(self._ask("GET", "/log"))["segments"]
-        segments = tuple(self._ask("GET", f"/log/{each['name']}") for each in listed)
-        return Log(tuple(read_segment(data).header for data in segments), segments)
+        return [(each["name"], each["bytes"]) for each in listed]
+
+    def segment(self, name: str) -> bytes:
+        """One of these, as far as it is written."""
+        return self._ask("GET", f"/log/{name}")
 
     def pretend(self, replica: int, kind: str, code: int) -> None:
         """Have it told that a replica's card has failed, though it has not."""
@@ -89,8 +159,12 @@ class Admin:
         self._ask("POST", "/fleet/drill", body)
 
     def mend(self, replica: int) -> None:
-        """The end of ``pretend``: the card is well again."""
-        self._ask("DELETE", f"/fleet/drill/{replica}")
+        """The end of ``pretend``: the card is well again, or is so already."""
+        try:
+            self._ask("DELETE", f"/fleet/drill/{replica}")
+        except DrillError as error:
+            if error.status != HTTPStatus.NOT_FOUND:  # pods come back by themselves
+                raise
 
     def wait(self, what: str, true: Callable[[FleetView], bool], s_most: float) -> FleetView:
         """Until it is true of its fleet.
@@ -130,7 +204,7 @@ class Admin:
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read()[:500].decode(errors="replace")
-            raise DrillError(f"{method} {url}: answered {error.code}: {said}") from None
+            raise DrillError(f"{method} {url}: answered {error.code}: {said}", error.code) from None
         except OSError as error:
             reason = getattr(error, "reason", error)
             raise DrillError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -14,10 +16,11 @@ import msgspec
 from controller.cli import TOKEN_VARIABLE, BadInput, check_url, plain_errors, token_for
 from controller.config import Settings
 from controller.drills.proxy import NOTHING_PASSES, Link
-from policy.drills import DRILL_KINDS
+from policy.drills import DRILL_KINDS, RULE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import FrameType
 
     from rich.table import Table
 
@@ -122,7 +125,7 @@ def drill_command(predict: Predict) -> click.Command:
         from controller.drills.asking import Admin, DrillError
 
         say = _say_on_stderr(time.monotonic())
-        with plain_errors():
+        with plain_errors(), ended_in_order():
             try:
                 if target == "demo":
                     result = run_demo(kind, for_s, on, keep, predict, say, link)
@@ -140,6 +143,26 @@ def drill_command(predict: Predict) -> click.Command:
         raise SystemExit(0 if result.passed else EXIT_FAILED)
 
     return drill
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """At SIGTERM, and when the terminal is gone, what was broken is taken back, as at Ctrl-C."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # once is enough: taking back takes a while
+        raise SystemExit(128 + number)
+
+    try:
+        for each, how in before.items():
+            if how is not signal.SIG_IGN:  # it is, under nohup
+                signal.signal(each, end)
+        yield
+    finally:
+        for each, how in before.items():
+            signal.signal(each, how)
 
 
 def _say_on_stderr(began_s: float) -> Callable[[str], None]:
@@ -324,10 +347,7 @@ def _figures(result: DrillResult) -> Table:
     for words, name, figure in rows:
         twin = "" if predicted is None else _told(getattr(predicted, name))
         table.add_row(words, _told(getattr(measured, name)), twin, errors.get(figure, ""))
-    table.caption = (
-        "off by: times relative to what was measured, and equal where they differ by less than"
-        " 50 ms; requests (degraded: with the refused) as a share of those offered"
-    )
+    table.caption = f"off by: {RULE}"
     return table
 
 

@@ -47,12 +47,19 @@ class DemoFleet:
     Args:
         folder: of its files; it must exist.
         kind: the drill that it is for: for ``network`` there is a proxy before each engine.
+        fault: what is wrong with each engine from its beginning, as ``--fault`` of
+            ``twin.serve`` takes it; empty: nothing.
     """
 
     profiles: Mapping[str, str] = {MODEL: PROFILE}
 
-    def __init__(self, folder: Path, kind: DrillKind, seats: Seats | None = None) -> None:
+    program: Sequence[str] = (sys.executable, "-m", "twinkeel")
+
+    def __init__(
+        self, folder: Path, kind: DrillKind, seats: Seats | None = None, fault: str = ""
+    ) -> None:
         self._folder = folder
+        self._fault = fault
         self._kind = kind
         self._seats = seats or Seats()
         self._process: Process | None = None
@@ -64,7 +71,7 @@ class DemoFleet:
         file = self._folder / "fleet.json"
         file.write_text(json.dumps(self.file(), indent=1), encoding="utf-8")
         command = [
-            sys.executable, "-m", "twinkeel", "serve", "--fleet", str(file), "--policy", "stable",
+            *self.program, "serve", "--fleet", str(file), "--policy", "stable",
             "--port", "0", "--admin-port", "0", "--data", str(self.data), "--unready-s", "0",
             "--scrape-s", f"{SCRAPE_S:g}", "--drain-s", "10",
         ]  # fmt: skip
@@ -114,7 +121,7 @@ class DemoFleet:
         """The fleet file."""
         engine = [
             sys.executable, "-m", "twin.serve", "--profile", PROFILE, "--version", "{version}",
-            "--host", "{host}", "--port",
+            "--host", "{host}", *(["--fault", self._fault] if self._fault else []), "--port",
         ]  # fmt: skip
         command = [*engine, "{port}"]
         places: list[dict[str, Any]] = [

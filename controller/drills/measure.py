@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from controller.admin.status import AlertView  # noqa: TC001 - msgspec reads it
-from controller.drills.asking import DrillError, at_rest, serving
+from controller.drills.asking import DrillError, Log, at_rest, serving
+from policy.decisions import Settled
 from policy.drills import (
     Broken,
     Difference,
@@ -18,13 +19,14 @@ from policy.drills import (
     DrillReader,
     differences,
 )
+from policy.events import Arrived
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from controller.demo import Told
-    from controller.drills.asking import Admin, Log
+    from controller.drills.asking import Admin
     from controller.drills.inject import Injection
 
 NS = 1_000_000_000
@@ -36,6 +38,8 @@ REST_S_MOST = 60.0
 """After a drill, until every slot is where it belongs."""
 SETTLE_S = 0.3
 """The decision log is written every 20 ms, by a thread."""
+OPEN_S_MOST = 60.0
+"""After a drill, until what arrived in it has its outcome: other callers do not stop for it."""
 CAUSES: dict[DrillKind, tuple[str, ...]] = {
     "gpu-loss": ("xid",),
     "ecc": ("ecc",),
@@ -199,6 +203,7 @@ def _play(
 ) -> Played:
     """Break it, watch, and take it back, whatever happens meanwhile."""
     before = target.admin.fleet()
+    log = Log(target.admin)
     times = {"at": 0, "back": 0}
 
     def begin() -> None:
@@ -226,9 +231,9 @@ def _play(
         else:
             say("taken back")
         raise
-    injection.undo()
     trouble = ""
     try:
+        injection.undo()
         target.admin.wait(
             "the fleet as it was",
             lambda view: at_rest(view) and serving(view) >= serving(before),
@@ -237,10 +242,32 @@ def _play(
     except DrillError as error:
         trouble = str(error)
     time.sleep(SETTLE_S)
+    _read_until_settled(log, until_ns)
     alerts = target.admin.alerts(times["at"] / NS)
-    return Played(
-        times["at"], times["back"], until_ns, callers, trouble, target.admin.log(), alerts
-    )
+    return Played(times["at"], times["back"], until_ns, callers, trouble, log, alerts)
+
+
+def _read_until_settled(log: Log, until_ns: int) -> None:
+    """Until all that arrived until then is settled, or has been waited for long enough."""
+    began_s = time.monotonic()
+    while True:
+        asked_s = time.monotonic()
+        log.read()
+        if not _open(log, log.clock_ns(until_ns)) or asked_s - began_s > OPEN_S_MOST:
+            return
+        time.sleep(max(1.0, time.monotonic() - asked_s))  # what is long takes long to read
+
+
+def _open(log: Log, until_ns: int) -> set[int]:
+    """Requests that arrived before then and have no outcome."""
+    found: set[int] = set()
+    for record in log.records():
+        if isinstance(record.event, Arrived) and record.now_ns < until_ns:
+            found.add(record.event.request)
+        for decision in record.decisions:
+            if isinstance(decision, Settled):
+                found.discard(decision.request)
+    return found
 
 
 def read_figures(log: Log, broken: Broken) -> DrillFigures:
@@ -272,7 +299,8 @@ def judge(
 def _alone(measured: DrillFigures) -> Criterion:
     name = "isolated alone"
     if measured.isolated_s is None:
-        return Criterion(name, False, "what was hit never left the rotation")
+        why = "what was hit never left the rotation, or was not in it"
+        return Criterion(name, False, why)
     if measured.others_out:
         return Criterion(name, False, f"others left it, too: {', '.join(measured.others_out)}")
     return Criterion(name, True, f"out of rotation after {measured.isolated_s:.3f} s, no other")
@@ -303,14 +331,21 @@ def _by_policy(measured: DrillFigures, callers: Mapping[str, int]) -> Criterion:
 
 def _named(kind: DrillKind, measured: DrillFigures) -> Criterion:
     name = "alert names the cause"
-    causes = [raised for raised in measured.alerts if raised.key.startswith("replica ")]
+    causes = [
+        raised
+        for raised in measured.alerts
+        if raised.key.startswith("replica ")
+        and (not measured.hit or raised.key.removeprefix("replica ") in measured.hit)
+    ]
     for raised in causes:
         if any(word in raised.cause.lower() for word in CAUSES[kind]):
             return Criterion(
                 name, True, f"{raised.key}: {raised.cause}, after {raised.after_s:.3f} s"
             )
     told = "; ".join(f"{raised.key}: {raised.cause}" for raised in causes) or "none was raised"
-    return Criterion(name, False, f"no alert on a replica says {' or '.join(CAUSES[kind])}: {told}")
+    return Criterion(
+        name, False, f"no alert on what was hit says {' or '.join(CAUSES[kind])}: {told}"
+    )
 
 
 def _recovered(measured: DrillFigures, trouble: str) -> Criterion:

@@ -391,7 +391,7 @@ class KubernetesFleet:
             self._release(slot)
             return
         self._be(slot, "warming")
-        self._spawn(self._warm(slot, pod, source), f"warm {pod.name}")
+        self._spawn(self._warm(slot, pod, source, slot.since_ns), f"warm {pod.name}")
 
     def _release(self, slot: Slot) -> None:
         if slot.failed and slot.base:
@@ -407,14 +407,19 @@ class KubernetesFleet:
         self._unask(slot, served=True)
         self._gate.release(slot.replica)
 
-    async def _warm(self, slot: Slot, pod: Pod, source: Source) -> None:
-        """Its first prompts; it must have loaded what its version says."""
+    async def _warm(self, slot: Slot, pod: Pod, source: Source, since_ns: int) -> None:
+        """Its first prompts; it must have loaded what its version says.
+
+        Args:
+            since_ns: when this warm-up began: a pod that was not ready meanwhile has a later one.
+        """
         loaded = await self._loaded(slot, source)
         wrong = bool(source.served.loads) and loaded not in ("", source.served.loads)
         ok = bool(loaded) and not wrong
         ok = ok and (await warm(slot.replica, slot.settings.pooling)).ok
         now = slot.pod
-        if now is None or now.uid != pod.uid or slot.state != "warming":
+        same = now is not None and now.uid == pod.uid and slot.since_ns == since_ns
+        if not same or slot.state != "warming":
             return  # its time has passed
         if ok:
             self._release(slot)

@@ -203,6 +203,8 @@ class Asker:
         self._away: set[str] = set()
         """Cards that are let go."""
         self._hung: set[str] = set()
+        self._stuck: tuple[_Turn, tuple[str, int]] | None = None
+        """Who asks what about all cards, and has been told to hang."""
         self._turn: _Turn | None = None
         self._closed = False
 
@@ -235,8 +237,10 @@ class Asker:
 
     def look(self) -> None:
         """See whether a call hangs; to be called again and again."""
-        busy = None if self._turn is None else self._turn.busy
-        if busy is None:
+        self._look_at_stuck()
+        turn = self._turn
+        busy = None if turn is None else turn.busy
+        if turn is None or busy is None:
             return
         uuid = busy[0] if busy[0] in self._cards else ""
         for_ns = time.monotonic_ns() - busy[1]
@@ -244,8 +248,20 @@ class Asker:
             return
         self._hung.add(uuid)
         self._hearer.hung(uuid, for_ns / NS_PER_S)
-        if uuid:  # else no other thread would fare better
+        if uuid:
             self._again()
+        else:  # no other thread would fare better
+            self._stuck = (turn, busy)
+
+    def _look_at_stuck(self) -> None:
+        """Has the question about all cards come back?"""
+        if self._stuck is None:
+            return
+        turn, busy = self._stuck
+        if turn.busy != busy:
+            self._stuck = None
+            self._hung.discard("")
+            self._hearer.answers("")
 
     def _again(self) -> None:
         """Go on with those cards that are to be read now."""
@@ -271,12 +287,12 @@ class Asker:
     def _told(self, what: str, arguments: tuple[object, ...]) -> None:
         if self._closed:
             return
-        uuid = str(arguments[0]) if what == "answers" else ""
-        if uuid in self._hung:
-            self._hung.discard(uuid)
-            self._hearer.answers(uuid)
-            if uuid:
-                self._again()
         if what != "answers":
             hear: Callable[..., None] = getattr(self._hearer, what)
             hear(*arguments)
+            return
+        uuid = str(arguments[0])
+        if uuid in self._hung:
+            self._hung.discard(uuid)
+            self._hearer.answers(uuid)
+            self._again()

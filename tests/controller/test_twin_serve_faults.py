@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -303,6 +304,56 @@ def test_a_slow_engine_takes_its_factor() -> None:
     before, during, after = asyncio.run(run())
     assert during == pytest.approx(3 * before, rel=0.01)
     assert after == pytest.approx(before, rel=0.001)
+
+
+def test_a_cold_engine_stands_still_once_for_each_thing_that_it_compiles() -> None:
+    cold_s = 0.6
+
+    async def run() -> None:
+        async with serving(H100, fault=json.dumps({"kind": "cold", "delay_s": cold_s})) as url:
+
+            async def took_s(**fields: Any) -> float:
+                began_s = time.monotonic()
+                assert (await ask(url, False, **fields)).end == "whole"
+                return time.monotonic() - began_s
+
+            sure = {"logprobs": True, "top_logprobs": 2}
+            first_s = await took_s()
+            again_s = await took_s()
+            assert cold_s < first_s < cold_s + again_s + 0.3
+            assert again_s < cold_s
+            # What comes while it stands still waits as well.
+            both_s = await asyncio.gather(took_s(**sure), took_s())
+            assert min(both_s) > 0.9 * cold_s
+            assert max([await took_s(), await took_s(**sure)]) < cold_s
+
+    asyncio.run(run())
+
+
+def test_a_first_prompt_with_logprobs_compiles_both() -> None:
+    async def run() -> None:
+        async with serving(H100, fault='{"kind": "cold", "delay_s": 0.6}') as url:
+            ends = []
+            for fields in ({"logprobs": True}, {}):
+                began_s = time.monotonic()
+                assert (await ask(url, False, **fields)).end == "whole"
+                ends.append(time.monotonic() - began_s)
+            assert ends[0] > 0.6 > ends[1]
+
+    asyncio.run(run())
+
+
+def test_a_cold_engine_goes_on_when_the_fault_is_taken_away() -> None:
+    async def run() -> None:
+        async with faulty(kind="cold", delay_s=60) as (url, session):
+            asked = asyncio.create_task(ask(url, False))
+            await asyncio.sleep(0.3)
+            assert not asked.done()
+            async with session.delete("/twin/fault") as answer:
+                assert answer.status == 200
+            assert (await asked).end == "whole"
+
+    asyncio.run(run())
 
 
 def test_an_unsure_answer_is_decided_by_a_hair_at_every_token() -> None:

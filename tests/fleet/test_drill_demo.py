@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from controller.drills.asking import Admin, DrillError, serving, slot_named
-from controller.drills.cli import LiveFleet, _link, run_live
+from controller.drills.asking import Admin, DrillError, Log, serving, slot_named
+from controller.drills.cli import LiveFleet, _link, ended_in_order, run_live
 from controller.drills.demo import MODEL, DemoFleet
 from controller.drills.inject import INJECTIONS, _call
+from controller.drills.measure import _read_until_settled
 from controller.drills.proxy import Link
 from controller.fleet.contract import SlotView
 from controller.fleet.drill import DrilledFault, DrillRefused, pretend
+from policy.decisions import Settled
 from policy.drills import DRILL_KINDS
+from policy.events import Arrived, Ticked
+from policy.log import Record
+from tests.bench import drills as bench
 from tests.controller.processes import twin_process
 from twinkeel import main, play_drill
 
@@ -35,6 +43,87 @@ def slot(**given: object) -> SlotView:
         "since_s": 1.0, "standby": False, "url": "http://127.0.0.1:1", "domain": "host0/card0",
     }  # fmt: skip
     return SlotView(**{**known, **given})  # type: ignore[arg-type]
+
+
+class Answers(Admin):
+    """An admin API that answers so, with these segments of a log."""
+
+    def __init__(self, status: int = 200, log: dict[str, bytes] | None = None) -> None:
+        super().__init__("http://127.0.0.1:1", "t")
+        self._status = status
+        self.held = {} if log is None else log
+        self.asked: list[str] = []
+
+    def _ask(self, method: str, path: str, body: object = None) -> bytes:
+        self.asked.append(f"{method} {path}")
+        if self._status != 200:
+            raise DrillError("it says no", self._status)
+        if path == "/log":
+            listed = [{"name": name, "bytes": len(data)} for name, data in self.held.items()]
+            return json.dumps({"segments": listed}).encode()
+        return self.held.get(path.removeprefix("/log/"), b"")
+
+
+class Told(Log):
+    """A log that is another one at each reading; its clock is the time of day."""
+
+    def __init__(self, *logs: tuple[Record, ...]) -> None:
+        self._logs = list(logs)
+        self._now: tuple[Record, ...] = ()
+
+    def read(self) -> None:
+        self._now = self._logs.pop(0)
+
+    def records(self) -> Iterator[Record]:
+        return iter(self._now)
+
+    def clock_ns(self, wall_ns: int) -> int:
+        return wall_ns
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_as_ctrl_c_does(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    done: list[str] = []
+
+    @ended_in_order()
+    def drilled() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), number)  # a second one does not disturb it
+            done.append("taken back")
+
+    with pytest.raises(SystemExit) as ended:
+        drilled()
+    assert (ended.value.code, done) == (128 + number, ["taken back"])
+    assert signal.getsignal(number) is before
+
+
+def test_under_nohup_the_end_of_the_terminal_is_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ended_in_order():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_is_well_already_is_mended_and_another_no_is_told() -> None:
+    Answers(404).mend(0)
+    with pytest.raises(DrillError, match="it says no"):
+        Answers(500).mend(0)
+
+
+def test_what_other_callers_have_open_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.drills.measure.time.sleep", lambda s: None)
+    came = Record(10, Arrived(0, "m", "chat", 100), ())
+    later = Record(30, Arrived(1, "m", "chat", 100), ())
+    over = Record(40, Ticked(), (Settled(0, "answered"),))
+    log = Told((came,), (came, later), (came, later, over), ())
+    _read_until_settled(log, 20)
+    assert list(log.records()) == [came, later, over]
 
 
 # The real thing
@@ -60,6 +149,35 @@ def test_a_fleet_with_callers_is_left_alone_without_a_yes(fleet: DemoFleet, tmp_
     after = fleet.admin.fleet()
     assert [each.pid for each in after.slots] == [each.pid for each in before.slots]
     assert serving(after) == serving(before)
+
+
+UNWARMED = """
+from controller.fleet import local
+from policy.events import Warmed
+
+async def opened(replica, pooling=None):
+    return Warmed(replica.id, "", True)
+
+local.warm = opened
+from twinkeel import main
+main()
+"""
+"""A controller that opens gates without a warm-up."""
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+def test_without_a_warm_up_the_first_requests_of_a_start_wait_for_it(
+    warmed: bool, tmp_path: Path
+) -> None:
+    running = DemoFleet(tmp_path, "engine-kill", fault=bench.cold(1.0))
+    if not warmed:
+        running.program = (sys.executable, "-c", UNWARMED)
+    with running as fleet:
+        ratio = bench.first_ratio(fleet.admin.fleet().slots, fleet)
+    if warmed:
+        assert ratio < 2.0  # one start on a busy machine; the figure is a median of several
+    else:
+        assert ratio > 3.0
 
 
 def test_what_a_slot_cannot_be_hit_by_is_said(fleet: DemoFleet) -> None:

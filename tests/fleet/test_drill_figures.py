@@ -9,8 +9,26 @@ import pytest
 
 from controller.drills.measure import DrillResult, judge
 from policy.decisions import Alert, Dispatch, Rotated, Settled, Start
-from policy.drills import Broken, DrillFigures, DrillReader, Raised, differences
-from policy.events import Arrived, Failed, Finished, FirstToken, ReplicaDown, ReplicaUp, Ticked
+from policy.drills import (
+    RULE,
+    SAME_REQUESTS,
+    SAME_S,
+    Broken,
+    DrillFigures,
+    DrillReader,
+    Raised,
+    differences,
+)
+from policy.events import (
+    Arrived,
+    Failed,
+    Finished,
+    FirstToken,
+    ReplicaDown,
+    ReplicaUp,
+    Restored,
+    Ticked,
+)
 from policy.files import load_policy
 from tests.bench import drills as bench
 
@@ -99,6 +117,34 @@ def test_it_is_isolated_only_when_all_that_was_hit_is_out() -> None:
     story.at(10_100, Ticked(), Rotated(0, "isolated", "ecc_uncorrectable"))
     story.at(10_400, Ticked(), Rotated(1, "isolated", "ecc_uncorrectable"))
     assert story.figures().isolated_s == pytest.approx(0.4)
+
+
+def test_what_was_not_in_the_rotation_cannot_be_seen_to_leave_it() -> None:
+    story = Story()
+    story.at(9_000, Ticked(), Rotated(0, "ejected", "slow"))
+    calm(story, 9_100, 12_000, 1)
+    figures = story.figures()
+    assert figures.isolated_s is None
+    assert not judge("engine-kill", figures, {}, "")[0].passed
+
+
+def test_after_a_restart_only_what_comes_up_again_counts() -> None:
+    story = Story()
+    story.at(5_000, Restored(1_000 * MS))
+    story.up(6_000, 0)
+    calm(story, 6_000, 10_000, 0)
+    assert story.figures().serving_before == 1
+
+
+def test_the_alert_is_about_what_was_hit() -> None:
+    story = Story()
+    killed = "down: killed by signal 9"
+    story.down(10_010, 0, "killed by signal 9", Alert("replica r1", killed))
+    figures = story.figures()
+    assert figures.hit == ("r0",)
+    assert not judge("engine-kill", figures, {}, "")[2].passed
+    own = msgspec.structs.replace(figures, alerts=(Raised(0.01, "replica r0", killed),))
+    assert judge("engine-kill", own, {}, "")[2].passed
 
 
 def test_what_is_only_probed_after_it_was_out_is_not_back_and_what_is_full_is_not_out() -> None:
@@ -235,6 +281,35 @@ def test_differences_by_their_definition() -> None:
     assert found["degraded"] == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize(
+    ("measured", "predicted", "offered", "error_pct"),
+    [
+        (5, 5, 600, 0.0),
+        (2, 5, 600, 0.5),  # 3 apart: what was in flight is chance
+        (4, 8, 600, 50.0), (8, 4, 600, 50.0),
+        (0, 4, 600, 100.0),
+        (100, 110, 600, 100 * 10 / 110),
+        (0, 3, 10, 30.0),  # of few requests three are much
+    ],
+)  # fmt: skip
+def test_counts_are_compared_with_each_other(
+    measured: int, predicted: int, offered: int, error_pct: float
+) -> None:
+    for name, figure in (("failed", "failed"), ("degraded", "degraded"), ("refused", "degraded")):
+        real, twin = (
+            msgspec.structs.replace(fine(), offered=offered, **{"failed": 0, name: count})
+            for count in (measured, predicted)
+        )
+        found = {each.figure: each.error_pct for each in differences(real, twin)}
+        assert found.pop(figure) == pytest.approx(error_pct)
+        assert set(found.values()) == {0.0}
+
+
+def test_the_rule_in_words_has_the_rule_s_numbers() -> None:
+    assert f"less than {1000 * SAME_S:g} ms apart" in RULE
+    assert f"at most {SAME_REQUESTS} apart" in RULE
+
+
 def test_what_only_one_of_them_saw_is_wholly_off() -> None:
     never = msgspec.structs.replace(fine(), recovered_s=None)
     by_name = {each.figure: each.error_pct for each in differences(fine(), never)}
@@ -265,6 +340,7 @@ def test_figures_are_medians_and_every_run_has_to_pass() -> None:
     assert made["drills_passed_pct"].value == 100.0
     assert made["prediction_error_worst_pct"].value == pytest.approx(100 * 0.29 / 0.3)
     assert "ecc isolated_s" in made["prediction_error_worst_pct"].how
+    assert RULE in made["prediction_error_worst_pct"].how
     runs[0] = result(times(None), fine())
     made = {each.name: each for each in bench.figures_of({"ecc": runs}, [], 2)}
     assert made["drills_passed_pct"].value == pytest.approx(200 / 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pynvml  # type: ignore[import-untyped]
 import pytest
 
 from controller.gpus.nvml import GoneError, Happened, NoGpuError, Nvml, Reading
@@ -205,6 +206,18 @@ def test_errors_are_told_by_the_card_itself(cards: FakeCards, nvml: Nvml) -> Non
     assert nvml.wait(0) == Happened(CUT, "ecc_uncorrectable", 0, None)
     assert nvml.wait(0) == Happened(CUT, "xid", 13, 7)
     assert nvml.wait(0) is None
+
+
+@pytest.mark.usefixtures("cards")
+def test_a_machine_without_event_sets_is_read_all_the_same(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise pynvml.NVMLError(NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlEventSetCreate", refused)
+    assert nvml.wait(1) is None
+    assert read(nvml).memory_total_mb
 
 
 def test_a_card_without_events_does_not_keep_others_from_theirs(cards: FakeCards) -> None:

@@ -442,6 +442,41 @@ def test_a_call_that_hangs_is_told_and_holds_up_nobody_else(
     run(test)
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_each_time_that_all_of_it_hangs_is_told(
+    read: bool,
+    cards: FakeCards,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while no card is read: nothing else tells then that it answers again."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("controller.driver.TROUBLE_AGAIN_NS", 0)
+
+    def told(text: str) -> int:
+        return sum(text in record.getMessage() for record in caplog.records)
+
+    async def test(made: Watched) -> None:
+        try:
+            for uuid in () if read else (WHOLE, CUT):
+                made.watch._asker.let_go(uuid)
+            await asyncio.sleep(0.3)
+            for times in (1, 2):
+                cards.set("system", hang=1)
+                await made.core.until(lambda: told("NVML has not answered a question for") == times)  # noqa: B023
+                await asyncio.sleep(0.5)
+                assert told("NVML answers again") == times - 1
+                cards.set("system", hang=0)
+                await made.core.until(lambda: told("NVML answers again") == times)  # noqa: B023
+                if read:
+                    assert (await made.next_reading(ON_WHOLE)).free_mb == 60000
+        finally:
+            cards.set("system", hang=0)
+        assert told("NVML has not answered a question for") == 2
+
+    run(test)
+
+
 def test_a_card_that_hangs_forever_does_not_keep_the_controller(cards: FakeCards) -> None:
     async def test(made: Watched) -> None:
         cards.set(CUT, hang=1)

@@ -192,6 +192,13 @@ def test_a_need_is_weights_overhead_and_one_long_request(tmp_path: Path) -> None
     assert str(need) == ("weights 3000 MB + KV cache 5760 MB + overhead 1024 MB = 9784 MB")
 
 
+def test_a_latent_kv_cache_is_one_for_all_heads(tmp_path: Path) -> None:
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    need = needed_mb(model_of(), weights_in(tmp_path, **SHAPE, **latent))
+    # 36 layers x (512 + 64) x 2 bytes = 40.5 KiB a token, for 40,960 tokens.
+    assert need.kv_mb == 1620
+
+
 @pytest.mark.parametrize(
     ("args", "kv_mb"),
     [

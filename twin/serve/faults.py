@@ -3,8 +3,10 @@
 One fault at a time. It strikes requests that arrive while it is on, each with the chance ``share``;
 ``slow``, and ``hang`` with a share of 1, strike the engine itself. ``unsure`` shows in logprobs
 only: every token could as well have been another. ``same`` says one token over and over, as weights
-full of NaN do. ``oom`` ends the process at a prompt that is long
-enough, as the kernel does when memory is out: by SIGKILL, after a word in its output.
+full of NaN do. ``oom`` ends the process at a prompt that is long enough, as the kernel does when
+memory is out: by SIGKILL, after a word in its output. ``cold`` is a process in which nothing is
+compiled yet: the engine stands still, with all that is in it, at the first prompt, and at the first
+one that asks for logprobs. vLLM takes 3 to 14 s for these.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from msgspec import Meta
 Kind = Literal[
     "http_500", "http_503", "http_400", "hang", "stall", "reset", "cut", "no_end", "empty", "null",
     "abort", "truncated", "blank", "slow", "latency", "unsure", "same", "oom",
+    "cold",
 ]  # fmt: skip
 MIDWAY: tuple[Kind, ...] = ("stall", "reset", "cut", "no_end", "abort", "truncated")
 """They strike when ``after_tokens`` tokens are out, at the latest at the end of the answer."""
@@ -37,7 +40,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     factor: Annotated[float, Meta(ge=0.01, le=1000.0)] = 4.0
     """``slow``: steps take this many times as long."""
     delay_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 1.0
-    """``latency``: before every answer."""
+    """``latency``: before every answer. ``cold``: for each thing that is compiled."""
     prompt_tokens_from: Annotated[int, Meta(ge=1, le=2**20)] = 4096
     """``oom``: prompts that long, and longer."""
 

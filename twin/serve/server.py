@@ -118,6 +118,10 @@ class Server:
         self._kept, self._closed = Sent(True), Sent(False)
         self._fault: Fault | None = None
         self._fault_ends: asyncio.TimerHandle | None = None
+        self._compiled: set[str] = set()
+        """With ``cold``: what prompts have asked for."""
+        self._compiles: asyncio.TimerHandle | None = None
+        """Until then the engine stands still for it."""
         self._draining = False
         self._open: dict[int, Generation] = {}
         self._busy = 0
@@ -186,8 +190,9 @@ class Server:
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
         for generation in list(self._open.values()):
             generation.cut_short()
-        if self._fault_ends is not None:
-            self._fault_ends.cancel()
+        for timer in (self._fault_ends, self._compiles):
+            if timer is not None:
+                timer.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
         self._live.close()
@@ -260,6 +265,8 @@ class Server:
             self._metrics.rejections += 1
             message = f"The server holds {self._live.held} requests: its limit is {most}"
             raise Refusal(503, message, "ServiceUnavailableError")
+        if fault is not None and fault.kind == "cold":
+            self._compile(asked, fault)
         return asked, fault
 
     async def _generate(self, request: web.BaseRequest, read: Callable[[bytes], Asked]) -> Sent:
@@ -423,6 +430,21 @@ class Server:
         elif fault.kind == "http_400":
             raise Refusal(400, "A fault of the twin: this request is refused.")
 
+    def _compile(self, asked: Asked, fault: Fault) -> None:
+        """What nobody has asked for before holds up the engine, once: whoever brings two such
+        things waits as long as with one, and one that comes meanwhile begins after the other."""
+        wanted = {"prompt", "logprobs"} if asked.logprobs >= 0 else {"prompt"}
+        if wanted <= self._compiled:
+            return
+        self._compiled |= wanted
+        self._live.stop_clock()
+        loop = asyncio.get_running_loop()
+        begins_s = loop.time()
+        if self._compiles is not None:
+            self._compiles.cancel()
+            begins_s = max(begins_s, self._compiles.when())
+        self._compiles = loop.call_at(begins_s + fault.delay_s, self._live.start_clock)
+
     async def _set_fault(self, request: web.BaseRequest) -> Sent:
         try:
             fault = faults.read(await request.read())
@@ -446,6 +468,11 @@ class Server:
         if self._fault_ends is not None:
             self._fault_ends.cancel()
             self._fault_ends = None
+        if self._compiles is not None:
+            self._compiles.cancel()
+            self._compiles = None
+            self._live.start_clock()
+        self._compiled.clear()
         before, self._fault = self._fault, fault
         if before is not None and before.of_engine:
             self._live.start_clock()

@@ -569,6 +569,11 @@ EXPORT int nvmlEventSetWait_v2(struct set *set, struct event *event, unsigned ti
         if (!opened) return UNINITIALIZED;
         int read = state_read(&state);
         if (read != SUCCESS) return read;
+        if (state_number(&state, "system", "hang", 0)) { /* it waits for longer than told to */
+            left_ns += POLL_NS;
+            pause_ns(POLL_NS);
+            continue;
+        }
         if (next_event(&state, set, event)) return SUCCESS;
         for (int i = 0; i < set->count; i++)
             if (state_number(&state, set->registered[i].device->uuid, "lost", 0))
