@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from urllib.parse import quote
 
 import click
 
-from controller.cli import TOKEN_VARIABLE, admin_url, check_url, plain_errors, token_for
+from controller.cli import TOKEN_VARIABLE, BadInput, admin_url, check_url, plain_errors, token_for
 from controller.config import Settings
 from controller.deployment.cli import Where, asked
 
@@ -80,13 +81,26 @@ def hot_reload(
                 view = asked(where, path, ReloadView)
                 told = _tell(view, told)
         except KeyboardInterrupt:
-            again = f"twinkeel model hot-reload --model {name} --admin {where.url} --version"
-            click.echo(f"it goes on. To see how: {again} {version}")
-            click.echo(f"To call it back: {again} {view.before}")
+            options = ["--model", name, "--admin", where.url, *_found_by(data, token_file)]
+            again = f"twinkeel model hot-reload {shlex.join(options)} --version"
+            click.echo(f"it goes on. To see how: {again} {shlex.quote(version)}")
+            click.echo(f"To call it back: {again} {shlex.quote(view.before)}")
             raise SystemExit(EXIT_LEFT) from None
+        except BadInput as error:  # it was begun, whatever has become of it
+            raise click.ClickException(
+                f"{error.message}\nThe reload cannot be followed any more. A controller that was"
+                " restarted has forgotten it, and serves each model in the version that most of its"
+                " replicas had: `twinkeel fleet show` says which"
+            ) from None
     _tell_end(view)
     wanted = "done" if version == view.version else "rolled back"  # it was asked to call it back
     raise SystemExit(0 if view.phase == wanted else EXIT_BACK)
+
+
+def _found_by(data: Path, token_file: Path | None) -> list[str]:
+    """The options by which the token is found again, from any folder."""
+    found = [] if data == Path(Settings().data) else ["--data", os.path.abspath(data)]
+    return found + ([] if token_file is None else ["--token-file", os.path.abspath(token_file)])
 
 
 def _whole(weights: str) -> str:

@@ -169,7 +169,7 @@ async def _start(
 ) -> tuple[Running, Gateway, Acceptor]:
     """Everything in its order; the stack takes it apart the other way round."""
     data = settings.data_path
-    stack.callback(os.umask, os.umask(0o077))  # the log, the trace and the database are private
+    stack.callback(os.umask, umask := os.umask(0o077))  # log, trace and database are private
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
     stack.enter_context(alone_in(data))
     token = load_token(settings)
@@ -180,7 +180,7 @@ async def _start(
     stack.callback(database.close)
     interrupted = await database.run(lambda db: end_interrupted(db, time.time(), INTERRUPTED))
     beginning = await begin(settings, database)
-    fleet = open_fleet(settings)
+    fleet = _opened(settings, umask)
     driver, tee, ears = await _driver(settings, fleet, beginning, database, model, stack)
     deployments = Deployments(settings, driver, tee, database, deploy_key)
     driver.listen(deployments)
@@ -196,6 +196,7 @@ async def _start(
     reloads.gate = watcher
     go_on(beginning, driver, settings)
     _forget_standbys(beginning, driver)
+    _handle_signals(running, stack)  # from before the fleet begins until it has ended
     stack.push_async_callback(fleet.close)
     watch = _watch_cards(fleet, driver)
     reloads.cards = watch.views
@@ -232,7 +233,6 @@ async def _start(
     stack.push_async_callback(watch.close)
     await fleet.begin(driver, watcher)
     look()
-    _handle_signals(running, stack)
     _collect_rarely()
     return running, gateway, door
 
@@ -390,6 +390,13 @@ class _PolicyTeller(Listener):
 
 
 # ---- the servers' side ----
+
+
+def _opened(settings: Settings, umask: int) -> Fleet:
+    fleet = open_fleet(settings)
+    if isinstance(fleet, LocalFleet):
+        fleet.umask = umask  # what its servers put into shared caches is for others, too
+    return fleet
 
 
 def _watch_cards(fleet: Fleet, driver: Driver) -> GpuWatch:

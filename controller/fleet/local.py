@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from controller.fleet import processes
@@ -70,7 +71,7 @@ CARD_FAULTS = ("ecc_", "xid_")
 CARD = "gpu: "
 """What begins the reason of a loss that is its card's: it says nothing against a new version."""
 ROLLED = ("rollout of ", "rollback of ")
-"""How the policy says that the version of a replica is the one that its model is served in."""
+"""How the policy says that a replica takes over from another version, or leaves for one."""
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,8 @@ class LocalFleet:
     """
 
     def __init__(self, file: FleetFile, folder: Path) -> None:
+        self.umask = -1
+        """Of its processes; -1: the controller's."""
         self._folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = kept(folder / processes.ID_FILE, lambda: secrets.token_hex(8).encode()).decode()
@@ -261,6 +264,7 @@ class LocalFleet:
         match decision:
             case Start(version=version):
                 seat.failure = ""
+                seat.counts = version in ("", seat.served.version)
                 if version and version not in seat.served.versions:
                     known = ", ".join(seat.served.versions)
                     why = f"{seat.served.name} has no version {version}: there are {known}"
@@ -273,8 +277,9 @@ class LocalFleet:
                 self._do(seat, seat.slot.card_broken(now_ns, f"{CARD}{why}"))
             case Rotated(state="isolated", why=why):
                 self._do(seat, seat.slot.hung(now_ns, why))
-            case Rotated(state="in", why=why) if why.startswith(ROLLED):
-                self._rolled(seat)
+            case Rotated(state="in" | "draining" as state, why=why) if why.startswith(ROLLED):
+                seat.counts = state == "in"
+                self._settle(seat.served)
 
     async def ended(self, replica: Replica) -> None:
         """A connection to it broke: return when its end has been told, or after a moment."""
@@ -285,12 +290,18 @@ class LocalFleet:
                 return
             await asyncio.sleep(ENDED_LOOK_S)
 
-    def _rolled(self, seat: Seat) -> None:
-        """The version of this slot has taken over from the one that served."""
-        served = seat.served
-        if served.version == seat.slot.version:
+    def _settle(self, served: Served) -> None:
+        """A model's version is the one that most of what serves it has, of equals the one from
+        before: what crashes halfway comes back in it, and so does all after a restart."""
+        found = Counter(
+            seat.slot.version
+            for seat in self._seats
+            if seat.served is served and seat.counts and seat.slot.state == "serving"
+        )
+        most, count = max(found.items(), key=itemgetter(1), default=(served.version, 0))
+        if count <= found[served.version]:
             return
-        served.version = seat.slot.version
+        served.version = most
         self._remember()
         log.info("%s is served in version %s from now on", served.name, served.version)
         for other in self._seats:
@@ -375,6 +386,36 @@ class LocalFleet:
             raise ValueError(f"version {version} of {model} is {there} already, not {weights}")
         served.versions[version] = weights
         self._remember()
+
+    def changing(self, model: str, under_way: bool) -> None:
+        """A model is asked to go to another version, or that is over, one way or the other.
+
+        Raises:
+            KeyError: the fleet has no such model.
+        """
+        served = self._models[model]
+        for seat in self._seats:
+            if seat.served is served:
+                self._do(seat, seat.slot.change(self._driver.now_ns(), under_way))
+
+    def drop_version(self, model: str, version: str) -> bool:
+        """Forget a version that came to nothing, so that its name is free. False: something has it
+        still; ask again.
+
+        Raises:
+            KeyError: the fleet has no such model.
+        """
+        served = self._models[model]
+        if version in (served.version, *served.spec.versions):
+            return True
+        for seat in self._seats:
+            record = seat.record
+            runs = record is not None and record.version == version
+            if seat.served is served and (runs or version in (seat.slot.version, seat.slot.asked)):
+                return False
+        if served.versions.pop(version, None) is not None:
+            self._remember()
+        return True
 
     def _remember(self) -> None:
         """A full disk must not stop what is under way."""
@@ -517,8 +558,9 @@ class LocalFleet:
             command, env, url = seat.command(version, port), seat.env(), seat.url(port)
             seat.replica.move(url, version)
             seat.child = processes.spawn(
-                command, env, self._family.mark(seat.name), seat.log, partial(self._exited, seat)
-            )
+                command, env, self._family.mark(seat.name), seat.log, partial(self._exited, seat),
+                self.umask,
+            )  # fmt: skip
         except OSError as error:
             self._tell_exit(seat, f"cannot be started: {_told(error)}")
             return

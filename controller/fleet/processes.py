@@ -246,8 +246,12 @@ def spawn(
     mark: str,
     log: Path,
     on_exit: Callable[[str], object],
+    umask: int = -1,
 ) -> Child:
     """Start a process; its output goes to ``log``, and what was there to the one before it.
+
+    Args:
+        umask: what it keeps from others of the files that it makes; -1: as the controller.
 
     Raises:
         OSError: it cannot be started.
@@ -257,7 +261,7 @@ def spawn(
     with log.open("ab") as output:
         own = subprocess.Popen(
             list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env={**environment, **env, MARK: mark}, start_new_session=True,
+            env={**environment, **env, MARK: mark}, start_new_session=True, umask=umask,
         )  # fmt: skip
     try:
         return Child(own.pid, own, on_exit)

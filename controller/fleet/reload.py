@@ -65,6 +65,7 @@ ALONE = (
     "it is the only replica: while it is drained, ended and started anew, nothing would serve. Add"
     " a standby, or a replica, to the fleet file"
 )
+ELSEWHERE = "copy the weights there, and give their whole path there, or a hub name"
 DRAIN_S_MOST = 900.0
 """For the requests that are open on the replica that goes first."""
 
@@ -120,8 +121,12 @@ class ReloadView(msgspec.Struct, frozen=True):
 class _Reload:
     """A reload, from when it was asked for until the next one of its model."""
 
-    def __init__(self, model: str, version: str, before: str, swap: Swap | None) -> None:
+    def __init__(
+        self, model: str, version: str, before: str, swap: Swap | None, added: bool
+    ) -> None:
         self.model = model
+        self.added = added
+        """The fleet knows the version only by this."""
         self.swap = swap
         self.waits = swap is not None
         """Nobody has asked the policy for it yet."""
@@ -194,9 +199,11 @@ class Reloads(Listener):
                 "version_known", f"{error}: give other weights another version's name"
             ) from None
         swap = self._swap(fleet, state, spots) if asked.swap else None
-        reload = self._reloads[model] = _Reload(model, asked.version, state.version, swap)
+        added = asked.version not in state.versions
+        reload = self._reloads[model] = _Reload(model, asked.version, state.version, swap, added)
         reload.note(f"{model}: {asked.version} ({weights}) is to replace {state.version}")
         log.info("%s: reload of %s from %s asked for", model, asked.version, weights)
+        fleet.changing(model, True)
         if swap is None:
             self._driver.feed(RolloutRequested(model, asked.version))
         else:
@@ -217,7 +224,7 @@ class Reloads(Listener):
 
     async def _make_room(self, reload: _Reload, swap: Swap) -> None:
         why = await swap.drain(DRAIN_S_MOST)
-        if why:
+        if why and reload.waits:
             reload.waits, reload.detail = False, why
 
     def view(self, model: str) -> ReloadView:
@@ -271,6 +278,8 @@ class Reloads(Listener):
                 f"{model} is on its way to {reload.version} ({reload.phase}); asking for"
                 f" {reload.before} calls that back",
             )
+        if reload.swap is not None:
+            reload.swap.call_back()
         reload.waits = False
         reload.detail = "an operator asked for the version from before"
         self._driver.feed(RolloutRequested(model, asked.version))
@@ -417,6 +426,8 @@ class Reloads(Listener):
             self._look(reload)
             if reload.over and reload.swap is not None and not reload.swap.healed:
                 reload.swap.heal(self._standbys(reload.model))
+            if reload.over and reload.added and isinstance(self._fleet, LocalFleet):
+                reload.added = not self._fleet.drop_version(reload.model, reload.version)
 
     def _look(self, reload: _Reload) -> None:
         """Note what has changed since the last look."""
@@ -428,8 +439,11 @@ class Reloads(Listener):
         reload.phase = phase
         if phase in OVER:
             reload.ended_s = time.monotonic()
+            assert isinstance(self._fleet, LocalFleet)
+            self._fleet.changing(reload.model, False)
             if phase == "done":
                 reload.cause = reload.detail = ""
+                reload.added = False
             elif not reload.why:
                 reload.detail = "the policy gave it up: its alerts say why"
             text = f"{reload.model} {reload.version}: {phase}"
@@ -548,7 +562,7 @@ def _weights_of(state: ModelState, asked: Asked) -> str:
     if not path.exists():
         if HUB_NAME.fullmatch(given) and not given.startswith("."):
             return given
-        raise Refusal("no_such_weights", f"{given} is not on the controller's machine")
+        raise Refusal("no_such_weights", f"{given} is not on the controller's machine: {ELSEWHERE}")
     real = path.resolve()
     if not path.is_absolute() and not given.startswith("~"):
         raise Refusal("no_such_weights", f"{given}: give the whole path")

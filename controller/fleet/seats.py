@@ -130,6 +130,9 @@ class Seat:
         """Names that its server lists; empty: not asked yet."""
         self.announced = False
         """As a standby, since this controller began."""
+        self.counts = True
+        """When it serves, new requests get its version: it is neither still tried out, nor does it
+        only finish what it has."""
         self.failure = ""
         """Why the version that was asked for last could not be had."""
         self.dumb_ns = 0

@@ -135,8 +135,9 @@ class Slot:
     """
 
     __slots__ = (
-        "_after", "_closed", "_deadline_ns", "_launched_ns", "_told", "asked", "failures", "home",
-        "last_start_ns", "role", "rules", "since_ns", "starts", "state", "version", "why",
+        "_after", "_changing", "_closed", "_deadline_ns", "_launched_ns", "_told", "asked",
+        "failures", "home", "last_start_ns", "role", "rules", "since_ns", "starts", "state",
+        "version", "why",
     )  # fmt: skip
 
     def __init__(self, rules: Rules, home: str, role: Role, now_ns: int) -> None:
@@ -157,6 +158,8 @@ class Slot:
         self._told = False
         """The policy was told of it as a standby, and not since that it cannot be had."""
         self._after: After = "backoff"
+        self._changing = False
+        """Its model is on its way to another version."""
         self._launched_ns = now_ns
         self._deadline_ns: int | None = None
         self._closed = False
@@ -311,6 +314,16 @@ class Slot:
             self._rest(now_ns, actions)
         return actions
 
+    def change(self, now_ns: int, under_way: bool) -> Actions:
+        """Its model goes to another version, or that is over. Meanwhile what was stopped loads
+        nothing: it is asked for in the other version next, and would have to end that again."""
+        actions: Actions = []
+        self._changing = under_way
+        loads = self.role == "spare" and self.rules.warm and not (under_way or self._closed)
+        if loads and self.state == "cold":
+            self._launch(now_ns, actions)
+        return actions
+
     def close(self, now_ns: int) -> Actions:
         """The controller ends."""
         actions: Actions = []
@@ -454,7 +467,7 @@ class Slot:
 
     def _after_end(self, now_ns: int, after: After, actions: Actions) -> None:
         """Nothing runs here any more."""
-        if after == "again" or (after == "rest" and self.rules.warm):
+        if after == "again" or (after == "rest" and self.rules.warm and not self._changing):
             self._launch(now_ns, actions)
         elif after == "backoff":
             self._go(now_ns, "waiting", self.why)

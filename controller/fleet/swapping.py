@@ -49,6 +49,11 @@ class Swap:
         """As many serve, or are starting, as before."""
         self._drained = False
         """The first one is ended, or serves again."""
+        self._called_back = asyncio.Event()
+
+    def call_back(self) -> None:
+        """Nobody wants the room any more: the first one serves again, if it is not ended yet."""
+        self._called_back.set()
 
     async def drain(self, s_most: float) -> str:
         """Let the first one finish, and end it: its slot becomes a standby. Why it could not be,
@@ -57,17 +62,25 @@ class Swap:
         self._gate.hold(first, HELD)
         deadline_s = time.monotonic() + s_most
         counted: int | None = None
-        while first.attempts:
-            if time.monotonic() > deadline_s:
-                self._gate.release(first)
-                self._drained = True
-                open_ = len(first.attempts)
-                return f"{first.name} still had {open_} open requests after {s_most:g} s"
-            await asyncio.sleep(LOOK_S)
+        why = ""
+        while not why and (first.attempts or not first.held):
+            if not first.held:  # it died, and its fleet let it in again: what it took may finish
+                self._gate.hold(first, HELD)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._called_back.wait()
             counted = await self._progress(counted)
-        self._fleet.run(Stop(first.id))
+            if self._called_back.is_set():
+                why = "it was called back"
+            elif first.attempts and time.monotonic() > deadline_s:
+                open_ = len(first.attempts)
+                why = f"{first.name} still had {open_} open requests after {s_most:g} s"
+        if not why:
+            self._fleet.run(Stop(first.id))
+        elif self._fleet.view().slots[first.id].state == "serving":  # else its fleet sees to it
+            self._gate.release(first)
         self._drained = True
-        return ""
+        return why
 
     async def _progress(self, counted: int | None) -> int | None:
         """An answer in one piece shows nothing on its way, and the driver gives up what stands

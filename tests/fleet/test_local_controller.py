@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,6 @@ from tests.fleet.support import TWIN_COMMAND, members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 PROFILE = "h100-sxm/qwen3-8b"
 START_S_MOST = 40.0
@@ -232,6 +232,57 @@ def test_sigterm_in_the_midst_of_a_start_leaves_nothing(site: Callable[..., Site
     begun_s = time.monotonic()
     assert one.end() == 0
     assert time.monotonic() - begun_s < 10.0
+
+
+TOLD_TO_END = """
+import asyncio, os, signal
+from controller.fleet.local import LocalFleet
+from tests.controller.processes import main
+
+begin = LocalFleet.begin
+
+async def interrupted(self, driver, gate):
+    await begin(self, driver, gate)
+    while not all(self.pid(number) for number in range(len(self.upstreams))):
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.1)
+
+LocalFleet.begin = interrupted
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_sigterm_while_the_fleet_begins_leaves_nothing(
+    site: Callable[..., Site], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a controller before left is adopted, and then ended as well."""
+    one = site(2, [])
+    eventually("they have been started", lambda: len(members(one.fleet_folder)) == 2, 10.0)
+    one.controller.kill()
+    (tmp_path / "told_to_end.py").write_text(TOLD_TO_END)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one.controller = start_controller(one.controller.settings, tmp_path, "told_to_end")
+    assert one.controller.process.wait(20.0) == 0
+    assert not members(one.fleet_folder), "orphans"
+    assert not one.controller.complaints()
+
+
+def test_what_servers_write_is_not_hidden_from_others(site: Callable[..., Site]) -> None:
+    """The controller's own files are private; a cache that servers share is not."""
+    one = site(1, [])
+    eventually("it has been started", lambda: members(one.fleet_folder), 10.0)
+    before = os.umask(0o077)
+    os.umask(before)
+    (server,) = members(one.fleet_folder)
+    assert _umask_of(one.controller.process.pid) == 0o077
+    assert _umask_of(server) == before != 0o077
+
+
+def _umask_of(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
 
 
 def test_one_that_hangs_is_replaced(site: Callable[..., Site]) -> None:

@@ -19,6 +19,7 @@ import pytest
 from controller import http
 from controller.fleet import processes
 from controller.fleet.local import LocalFleet
+from controller.fleet.swapping import Swap
 from policy.decisions import Rotated, Start, Stop
 from policy.events import ReplicaDown, ReplicaUp, Standby, Warmed
 from tests.fleet.conformance import Desk, until
@@ -282,6 +283,7 @@ def test_a_new_version_takes_over_and_what_waits_is_renewed(tmp_path: Path) -> N
             await site.up(1)
             assert site.desk.of(ReplicaUp, 1)[0].version == "v3"
             site.fleet.run(Rotated(1, "in", "rollout of v3"))
+            site.fleet.run(Rotated(0, "draining", "rollout of v3"))
             assert site.fleet.model("m").version == "v3"
             standby = await announced_twice(site, 2)
             assert standby.version == "v3"
@@ -293,6 +295,125 @@ def test_a_new_version_takes_over_and_what_waits_is_renewed(tmp_path: Path) -> N
         assert again.model("m").versions["v3"] == "/weights/v3"
         changed = LocalFleet(file_of(1, [{}, {}], version="v2"), tmp_path / "f")
         assert changed.model("m").version == "v2", "whoever changed the file has the last word"
+
+    asyncio.run(run())
+
+
+def test_a_model_s_version_is_what_most_of_it_serves(tmp_path: Path) -> None:
+    """A rollout that stops halfway leaves two: what crashes comes back in the one of most, and a
+    controller that follows begins with it."""
+    file, folder = file_of(3, [{"warm": False}]), tmp_path / "f"
+
+    async def wave(site: Site, comes: int, goes: int) -> None:
+        ups = len(site.desk.of(ReplicaUp, comes))
+        site.fleet.run(Start(comes, "v2"))
+        await until("up", lambda: len(site.desk.of(ReplicaUp, comes)) > ups, WITHIN_S)
+        before = site.fleet.model("m").version
+        site.fleet.run(Rotated(comes, "in", "rollout of v2"))
+        assert site.fleet.model("m").version == before, "there is no moment with one too many"
+        site.fleet.run(Rotated(goes, "draining", "rollout of v2"))
+
+    async def run() -> None:
+        async with begun(file, folder) as site:
+            for replica in range(3):
+                await site.up(replica)
+            await wave(site, 3, 0)
+            assert site.fleet.model("m").version == "v1"
+            assert LocalFleet(file, folder).model("m").version == "v1"
+            site.fleet.run(Stop(0))
+            await announced_again(site, 0)
+            os.kill(site.fleet.pid(1), signal.SIGKILL)
+            await until("it is back", lambda: len(site.desk.of(ReplicaUp, 1)) == 2, WITHIN_S)
+            assert site.desk.of(ReplicaUp, 1)[-1].version == "v1"
+            await wave(site, 0, 1)
+            assert site.fleet.model("m").version == "v2"
+            assert LocalFleet(file, folder).model("m").version == "v2"
+            site.fleet.run(Rotated(1, "in", "rollback of v2"))
+            assert site.fleet.model("m").version == "v2", "two of each"
+            site.fleet.run(Rotated(0, "draining", "rollback of v2"))
+            assert site.fleet.model("m").version == "v1", "it went back"
+
+    asyncio.run(run())
+
+
+def test_a_version_that_came_to_nothing_is_forgotten_when_nothing_has_it(tmp_path: Path) -> None:
+    """Then its name is free for other weights; what the file has, or serves, stays."""
+
+    async def run() -> None:
+        async with begun(file_of(1, 1), tmp_path / "f") as site:
+            await site.up()
+            await site.until("warm", 1)
+            site.fleet.add_version("m", "v3", "/weights/v3")
+            site.fleet.run(Start(1, "v3"))
+            assert not site.fleet.drop_version("m", "v3"), "it is being started"
+            await site.up(1)
+            site.fleet.run(Stop(1))
+            assert not site.fleet.drop_version("m", "v3"), "its process has not ended"
+            await until("dropped", lambda: site.fleet.drop_version("m", "v3"), WITHIN_S)
+            site.fleet.add_version("m", "v3", "/other")
+            assert site.fleet.drop_version("m", "v1")
+            assert site.fleet.drop_version("m", "v2")
+            assert site.fleet.drop_version("m", "v3")
+            await site.until("warm", 1)
+        again = LocalFleet(file_of(1, 1), tmp_path / "f").model("m")
+        assert again.versions == {"v1": "/weights/v1", "v2": "/weights/v2"}
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def draining(site: Site, s_most: float) -> AsyncIterator[tuple[Swap, asyncio.Task[str]]]:
+    """Room is being made for another version, while a request is open on the first replica."""
+    first = site.desk.replicas[0]
+    request = asyncio.ensure_future(asyncio.sleep(60.0))
+    first.attempts.add(request)
+    swap = Swap(site.fleet, site.desk, first, frozenset({0, 1}))
+    drain = asyncio.ensure_future(swap.drain(s_most))
+    await until("it is shut", lambda: first.held, WITHIN_S)
+    try:
+        yield swap, drain
+    finally:
+        request.cancel()
+        first.attempts.clear()
+        await drain
+
+
+def test_what_dies_while_it_is_drained_and_comes_back_is_drained_on(tmp_path: Path) -> None:
+    """What it has taken meanwhile is not cut off."""
+
+    async def run() -> None:
+        async with begun(file_of(2), tmp_path / "f") as site:
+            await site.up(0)
+            await site.up(1)
+            first = site.desk.replicas[0]
+            async with draining(site, 30.0) as (_, drain):
+                os.kill(site.fleet.pid(0), signal.SIGKILL)
+                await until("it is back", lambda: len(site.desk.of(ReplicaUp, 0)) == 2, WITHIN_S)
+                await until("it is shut again", lambda: first.held, WITHIN_S)
+                assert not drain.done()
+                assert site.slot().state == "serving", "what it took goes on"
+                first.attempts.clear()
+                assert await drain == ""
+            await announced_again(site, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["called back", "too late"])
+def test_what_is_not_drained_serves_again(tmp_path: Path, how: str) -> None:
+    async def run() -> None:
+        async with begun(file_of(2), tmp_path / "f") as site:
+            await site.up(0)
+            pid = site.fleet.pid(0)
+            async with draining(site, 30.0 if how == "called back" else 0.2) as (swap, drain):
+                if how == "called back":
+                    swap.call_back()
+                why = await drain
+                assert why in ("it was called back", "m-0 still had 1 open requests after 0.2 s")
+            await site.up(0)
+            swap.heal(frozenset())
+            assert swap.healed
+            assert site.fleet.pid(0) == pid
 
     asyncio.run(run())
 

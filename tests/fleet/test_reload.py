@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.controller.processes import Controller, eventually, http
+from tests.controller.processes import Controller, eventually, http, start_controller
 from tests.fleet.loaded import weights
-from tests.fleet.reloading import NEW, OLD, Fleet, ask_for, play, slots, until, view
+from tests.fleet.reloading import NEW, OLD, OVER, Fleet, ask_for, play, slots, until, view
 from tests.fleet.support import members
 
 if TYPE_CHECKING:
@@ -139,6 +139,25 @@ def test_what_cannot_be_begun_is_refused_and_nothing_changes(
     assert [slot["state"] for slot in slots(controller)] == ["serving", "cold"]
 
 
+def test_the_name_of_a_version_that_failed_is_free_again(
+    serving: tuple[Controller, Path],
+) -> None:
+    """Its weights are put right in another folder."""
+    controller, folder = serving
+    for number in (1, 2):
+        path = weights(folder / f"try{number}", "again", code=number)
+        status, said = ask_for(controller, "again", path)
+        assert status == 202, said
+        last = until(controller, OVER)
+        assert (last["phase"], "with code" in last["why"]) == ("rolled back", True), last
+
+        def free() -> bool:
+            kept = json.loads((controller.data / "fleet" / "versions.json").read_text())
+            return "again" not in kept["m"]["versions"] and slots(controller)[1]["state"] == "cold"
+
+        eventually("its name is free", free, 30.0, 0.1)
+
+
 def _killed(controller: Controller) -> None:
     new = next(slot for slot in slots(controller) if slot["version"].startswith("late"))
     os.kill(new["pid"], signal.SIGKILL)
@@ -244,7 +263,9 @@ def test_the_command_shows_how_it_goes_and_fails_with_a_version_that_does(
     with hot_reload(controller, "--version", "v9", "--weights", "/nowhere/at/all") as process:
         said, _ = process.communicate(timeout=60)
         assert (process.returncode, said.strip()) == (
-            2, "Error: /nowhere/at/all is not on the controller's machine",
+            2,
+            "Error: /nowhere/at/all is not on the controller's machine: copy the weights there, and"
+            " give their whole path there, or a hub name",
         )  # fmt: skip
 
 
@@ -259,7 +280,9 @@ def test_the_command_can_be_left_and_taken_up_again(serving: tuple[Controller, P
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=60)
         assert process.returncode == 130, said
-    assert "it goes on. To see how: twinkeel model hot-reload --model m --admin http" in said
+    again = f"twinkeel model hot-reload --model m --admin {controller.admin_url}"
+    again = f"{again} --data {controller.data} --version"
+    assert f"it goes on. To see how: {again} v8\nTo call it back: {again} v1.0\n" in said
     with hot_reload(controller, *options) as process:
         until(controller, ["watching"])
         with hot_reload(controller, "--version", OLD) as back:
@@ -268,3 +291,29 @@ def test_the_command_can_be_left_and_taken_up_again(serving: tuple[Controller, P
         assert (process.returncode, back.returncode) == (1, 0)
     for each in (said, told):
         assert "an operator asked for the version from before; replicas: 1 of v1.0" in each
+
+
+def test_the_command_says_when_it_cannot_follow_any_more(tmp_path: Path) -> None:
+    """The controller was killed, or another one knows nothing of it: it had been begun, though."""
+    controller = Fleet(tmp_path, watch_ms=60_000).start()
+    options = ("--version", NEW, "--weights", weights(tmp_path / NEW, NEW))
+    try:
+        with hot_reload(controller, *options) as process:
+            assert process.stdout is not None
+            assert "is to replace v1.0" in process.stdout.readline()
+            until(controller, ["watching"])
+            controller.kill()
+            said, _ = process.communicate(timeout=60)
+        assert process.returncode == 1, said
+        assert "no controller answers there" in said
+        assert "The reload cannot be followed any more. A controller that was restarted" in said
+        assert "`twinkeel fleet show` says which" in said
+        controller = start_controller(controller.settings, tmp_path)
+        eventually(
+            "what had taken over serves",
+            lambda: ("serving", NEW) in [(each["state"], each["version"]) for each in
+                                         slots(controller)], 30.0,
+        )  # fmt: skip
+    finally:
+        controller.stop()
+    assert members(controller.data / "fleet") == []

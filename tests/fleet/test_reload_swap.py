@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
-from tests.controller.processes import Controller, eventually
+from tests.controller.asking import ask, chat, session
+from tests.controller.processes import Controller, eventually, start_controller
 from tests.fleet.loaded import weights
-from tests.fleet.reloading import NEW, OLD, Fleet, ask_for, play, slots
+from tests.fleet.reloading import NEW, OLD, OVER, Fleet, ask_for, play, slots, until
 from tests.fleet.support import members
 
 if TYPE_CHECKING:
@@ -46,11 +49,82 @@ def test_without_a_standby_replicas_are_replaced_one_by_one(tmp_path: Path) -> N
         assert (story.bad, story.wrong) == ([], [])
         assert {each.extras["model_version"] for each in story.answers} == {OLD, NEW}
         _served(controller, NEW)
+        starts = sorted(each["starts"] for each in slots(controller))
+        assert starts == [2, 4], "the old version is not loaded once more to be ended again"
         assert json.loads(controller.admin("GET", "/status")[1])["refused_events"] == 0
     finally:
         controller.stop()
     assert controller.complaints() == []
     controller.audit()
+    assert members(controller.data / "fleet") == []
+
+
+def test_one_that_is_drained_is_called_back(tmp_path: Path) -> None:
+    """A long answer is open on it; it serves again at once, and finishes that, too."""
+    controller = Fleet(tmp_path, 2, ()).start()
+
+    async def call_back() -> None:
+        async with session() as client:
+            document = chat("m", "long", 400, stream=True)
+            answers = [asyncio.ensure_future(ask(client, controller.url, document))
+                       for _ in range(4)]  # fmt: skip
+            await asyncio.sleep(0.5)
+            path = weights(tmp_path / NEW, NEW)
+            status, said = await asyncio.to_thread(ask_for, controller, NEW, path, swap=True)
+            assert (status, said["phase"]) == (202, "draining"), said
+            status, said = await asyncio.to_thread(ask_for, controller, OLD, "")
+            assert (status, said["phase"]) == (202, "rolled back"), said
+            await asyncio.to_thread(_served, controller, OLD)
+            await asyncio.to_thread(
+                eventually, "both are up",
+                lambda: all(each["up"] for each in controller.status()["replicas"]), 5.0, 0.1,
+            )  # fmt: skip
+            assert not all(answer.done() for answer in answers), "it was not waited for"
+            assert all([(await answer).good for answer in answers])
+
+    try:
+        before = [(each["pid"], each["starts"]) for each in slots(controller)]
+        asyncio.run(call_back())
+        assert [(each["pid"], each["starts"]) for each in slots(controller)] == before
+    finally:
+        controller.stop()
+    assert controller.complaints() == []
+
+
+def test_a_reload_that_stops_halfway_leaves_what_most_serve(tmp_path: Path) -> None:
+    """The weights of the second wave cannot be read any more: it is given up. What crashes then,
+    and all after the controller was killed, comes up in the version that most replicas have."""
+    controller = Fleet(tmp_path, 3, ({},), policy="capacity: {enabled: false}\n").start()
+    path = weights(tmp_path / NEW, NEW)
+    try:
+        status, said = ask_for(controller, NEW, path)
+        assert status == 202, said
+        until(controller, ("switched",))
+        weights(tmp_path / NEW, NEW, code=1)
+        last = until(controller, OVER)
+        assert (last["phase"], last["new"], last["old"]) == ("given up", 1, 2), last
+        assert "exited with code 1" in last["why"]
+
+        def states() -> list[tuple[str, str]]:
+            return sorted((each["state"], each["version"]) for each in slots(controller))
+
+        halfway = [("serving", OLD), ("serving", OLD), ("serving", NEW), ("warm", OLD)]
+        eventually("the standby is one again", lambda: states() == halfway, 30.0, 0.1)
+        serving = [each for each in slots(controller) if each["state"] == "serving"]
+        old = next(each for each in serving if each["version"] == OLD)
+        os.kill(old["pid"], signal.SIGKILL)
+        eventually("it has been lost", lambda: states() != halfway, 10.0, 0.02)
+        eventually("it is back", lambda: states() == halfway, 30.0, 0.1)
+
+        controller.kill()
+        controller = start_controller(controller.settings, tmp_path)
+
+        def whole() -> bool:
+            return states() == [("serving", OLD)] * 3 + [("warm", OLD)]
+
+        eventually("all have the old version", whole, 30.0, 0.1)
+    finally:
+        controller.stop()
     assert members(controller.data / "fleet") == []
 
 

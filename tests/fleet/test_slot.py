@@ -298,6 +298,24 @@ def test_a_model_that_is_served_in_another_version_renews_its_standbys() -> None
     assert base.exited(12 * S, "exited with code 0") == [Spawn("v2")]
 
 
+def test_what_is_stopped_while_the_version_changes_is_loaded_once() -> None:
+    """In the new version, if it is asked for that; else in its own, when the change is over."""
+    slot = serving()
+    assert slot.change(3 * S, under_way=True) == []
+    slot.stop(3 * S)
+    assert slot.exited(4 * S, "exited with code 0") == [Announce("v1", 2 * S)]
+    assert slot.start(5 * S, "v2") == [Spawn("v2")]
+    assert up(slot, 6 * S) == [Open()]
+    slot.stop(7 * S)
+    slot.exited(8 * S, "exited with code 0")
+    assert slot.change(9 * S, under_way=False) == [Spawn("v1")]
+    assert slot.change(9 * S, under_way=False) == [], "once is enough"
+    assert up(slot, 10 * S) == [Announce("v1", WARM_START_NS)]
+    cold = spare(warm=False)
+    cold.change(3 * S, under_way=True)
+    assert cold.change(4 * S, under_way=False) == [], "it is loaded when it is asked for"
+
+
 def test_a_new_version_that_crashes_before_it_has_taken_over_is_not_tried_again() -> None:
     slot = spare()
     slot.start(3 * S, "v2")

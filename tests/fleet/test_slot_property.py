@@ -32,7 +32,7 @@ S = 1_000_000_000
 WALKS, STEPS = 2000, 50
 LIKELY = {
     "wait": 4, "answer": 4, "warmed": 4, "wrong": 1, "exit": 2, "start": 3, "stop": 2, "hang": 1,
-    "break_card": 0.3, "mend_card": 1, "settle": 0.5, "close": 0.1,
+    "break_card": 0.3, "mend_card": 1, "settle": 0.5, "change": 0.5, "close": 0.1,
 }  # fmt: skip
 """How often each thing happens, of those that can."""
 
@@ -45,7 +45,7 @@ class World:
         self.now_ns = 0
         self.process = ""
         """Version of what runs; empty: nothing does."""
-        self.asked_to_end = self.warm = self.open = self.closed = False
+        self.asked_to_end = self.warm = self.open = self.closed = self.changing = False
         self.policy = "away"
         """What the policy takes it for: away, standby, starting or up."""
         self.unanswered = ""
@@ -109,7 +109,7 @@ class World:
     # What can happen
 
     def can(self) -> list[str]:
-        found = ["wait", "break_card", "mend_card", "settle"]
+        found = ["wait", "break_card", "mend_card", "settle", "change"]
         found += ["answer", "exit"] * bool(self.process)
         found += ["warmed"] * (self.slot.state == "warming")
         found += ["wrong"] * (self.slot.state in ("starting", "warming"))
@@ -167,6 +167,10 @@ class World:
     def settle(self) -> None:
         self.obey(self.slot.settle(self.now_ns, self.draw.choice(["v1", "v2"])))
 
+    def change(self) -> None:
+        self.changing = self.draw.random() < 0.5
+        self.obey(self.slot.change(self.now_ns, self.changing))
+
     def close(self) -> None:
         self.closed = True
         self.obey(self.slot.close(self.now_ns))
@@ -200,6 +204,8 @@ class World:
             assert not self.process
             return
         assert self.slot.state in ("serving", "warm", "cold")
+        if self.slot.rules.warm and not self.changing:
+            assert self.slot.state != "cold", "a warm spare is loaded"
         assert self.policy == {"serving": "up"}.get(self.slot.state, "standby")
         assert not self.unanswered, "every start in a version has an answer"
 
