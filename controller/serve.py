@@ -52,6 +52,7 @@ from policy.breakers import Breakers
 from policy.decisions import BreakerMoved
 from policy.events import ReplicaDown, ReplicaUp
 from policy.files import FileError
+from policy.fleet import FORGOTTEN
 from policy.parameters import policy_hash
 from policy.service import Service
 
@@ -423,7 +424,7 @@ def _forget_standbys(beginning: Beginning, driver: Driver) -> None:
     from the fleet file: the fleet tells anew what there is."""
     if beginning.recovered is not None and isinstance(beginning.policy, Service):
         for replica in range(beginning.policy.facts.highest_replica + 1):
-            driver.feed(ReplicaDown(replica, "controller_lost"))
+            driver.feed(ReplicaDown(replica, FORGOTTEN))
 
 
 def _servers(

@@ -68,12 +68,34 @@ class Machine(msgspec.Struct, array_like=True, gc=False):
     start_ns: int = 0
     """From ``Start`` to ``ReplicaUp``, as announced; where it took longer, the last time."""
     managed: bool = False
-    """It was a standby once, so it may be stopped: it can be started again."""
+    """It may be stopped: it was a standby once, so it can be started again, or another takes its
+    place."""
     started_ns: int = 0
     domain: str = ""
     """What fails together with it; empty: the replica alone."""
     stands_for: int = -1
     """The replica, never given up, whose place it took; -1: none."""
+    awaited: int = 0
+    """Places that it had and that were never to be given up: another mechanism will say who takes
+    them; and (next) nobody was there to take them. More than one: it took another's meanwhile."""
+    open: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Is it itself in a place that is never given up?"""
+        return not self.managed and self.state in (STARTING, UP)
+
+    @property
+    def owes(self) -> bool:
+        """Is there a place that it had, and that is to be taken?"""
+        return self.awaited + self.open > 0
+
+    def paid(self) -> None:
+        """One of these is taken."""
+        if self.awaited:
+            self.awaited -= 1
+        else:
+            self.open -= 1
 
 
 class Pool(msgspec.Struct, array_like=True):
@@ -137,7 +159,8 @@ class Capacity:
         machine.state = STANDBY
         machine.start_ns = max(event.start_ns, machine.start_ns)
         machine.managed = True
-        machine.stands_for = -1
+        if not machine.owes:
+            machine.stands_for = -1
         machine.domain = event.domain
 
     def up(self, now_ns: int, spec: ReplicaUp) -> None:
@@ -156,20 +179,35 @@ class Capacity:
         if machine is None or machine.state != AWAY:
             return
         machine.state = UP
+        if machine.managed and machine.owes:
+            machine.paid()
+            machine.managed = False
         for other in self._machines.values():
             if other.stands_for == replica:
-                other.managed = True
                 other.stands_for = -1
+                if not other.managed:
+                    machine.managed, other.managed = False, True
+                elif other.owes:
+                    machine.managed = False
+                    other.paid()
 
     def down(self, now_ns: int, replica: int) -> None:
         """A replica is gone; the next loop makes up for it if it is needed."""
         self.taken(now_ns, replica)
 
-    def succeed(self, coming: int, leaving: int) -> None:
+    def succeed(self, coming: int, leaving: int, gone: bool = False) -> None:
         """A rollout puts one replica in another's place: if that was never given up, it is not
-        either."""
+        either. ``gone``: the other went before, whatever it is by now."""
         new, old = self._machines.get(coming), self._machines.get(leaving)
-        if new is not None and old is not None:
+        if new is None or old is None:
+            return
+        if old.owes and (gone or not old.holds):
+            old.paid()
+            old.open += not new.managed  # that one has a place: another is to take this one
+            if new.managed and new is not old:
+                new.stands_for = -1 if old.stands_for == coming else old.stands_for
+            new.managed = False
+        elif not gone:
             new.managed, old.managed = old.managed, new.managed
             new.stands_for, old.stands_for = old.stands_for, new.stands_for
 
@@ -180,6 +218,55 @@ class Capacity:
         if machine is not None:
             machine.state = AWAY
 
+    def awaits(self, now_ns: int, replica: int) -> None:
+        """As ``taken``, of a running replica that is lost. Who takes its place is told by
+        ``succeed``, later, when it may be a standby itself; or nobody does: ``forgone``."""
+        machine = self._machines.get(replica)
+        if machine is not None:
+            machine.awaited += machine.holds
+            machine.managed |= machine.holds
+            machine.state = AWAY
+
+    def forgone(self, now_ns: int, replica: int) -> Sequence[Decision]:
+        """Nobody takes its place after all: a standby does, as soon as there is one."""
+        machine = self._machines.get(replica)
+        if machine is None or not machine.awaited:
+            return ()
+        machine.awaited -= 1
+        machine.open += 1
+        return () if machine.state in (STARTING, UP) else self._fill(now_ns, machine)
+
+    def forget(self, replica: int) -> None:
+        """Nobody knows what became of it: it is what it says that it is from now on. One that comes
+        up by itself is never given up."""
+        self._machines.pop(replica, None)
+        for machine in self._machines.values():
+            if machine.stands_for == replica:
+                machine.stands_for = -1
+
+    def forgo_all(self) -> None:
+        """Whoever would have said who takes a place is not there any more."""
+        for machine in self._machines.values():
+            machine.open += machine.awaited
+            machine.awaited = 0
+
+    def _fill(self, now_ns: int, machine: Machine) -> Sequence[Decision]:
+        """A standby, it may be the same, takes a place that this one had."""
+        decisions = self._grow(now_ns, machine.pool, 1)
+        if decisions:
+            machine.open -= 1
+            self._hand_over(machine, decisions)
+        return decisions
+
+    def _hand_over(self, machine: Machine, decisions: list[Rotated | Start]) -> None:
+        """What takes the place of a replica that is never given up is not given up either."""
+        stood_for = machine.stands_for
+        for decision in decisions:
+            taking = self._machines[decision.replica]
+            taking.managed = False
+            stands_for = machine.replica if stood_for < 0 else stood_for
+            taking.stands_for = -1 if stands_for == taking.replica else stands_for
+
     def lost(self, now_ns: int, replica: int, card: bool = False) -> Sequence[Decision]:
         """A running replica is out for good, or one that was started does not come up: a standby
         replaces it at once, unless fewer would do. Who takes the place of a replica that is never
@@ -189,6 +276,8 @@ class Capacity:
             card: its card broke: a standby on another one goes first.
         """
         machine = self._machines.get(replica)
+        if machine is not None and machine.awaited and machine.state == AWAY:
+            return self.forgone(now_ns, replica)  # it hung, and before anything came it was ended
         if machine is None or machine.state not in (STARTING, UP, DRAINING):
             return ()
         pool = self._pool(machine.pool)
@@ -200,10 +289,7 @@ class Capacity:
         missing = wanted - self._have(pool.name)
         decisions = self._grow(now_ns, pool.name, missing, machine.domain if card else "")
         if not machine.managed:
-            for decision in decisions:
-                taking = self._machines[decision.replica]
-                taking.managed = False
-                taking.stands_for = replica if machine.stands_for < 0 else machine.stands_for
+            self._hand_over(machine, decisions)
         return decisions
 
     def emptied(self, now_ns: int, replica: int) -> Sequence[Decision]:
@@ -230,12 +316,12 @@ class Capacity:
         return machine
 
     def _forget_one(self) -> bool:
-        """Make room: of the replicas that are away, the oldest."""
-        for replica, machine in self._machines.items():
-            if machine.state == AWAY:
-                del self._machines[replica]
-                return True
-        return False
+        """Make room: of the replicas that are away, the oldest; last of all what had a place that
+        is to be taken."""
+        away = [machine for machine in self._machines.values() if machine.state == AWAY]
+        if away:
+            del self._machines[min(away, key=_owes).replica]
+        return bool(away)
 
     def _pool(self, name: str) -> Pool:
         pool = self._pools.get(name)
@@ -323,10 +409,12 @@ class Capacity:
             patience_ns = START_PATIENCE * (machine.start_ns + self._loop_ns)
             if machine.state == STARTING and now_ns - machine.started_ns > patience_ns:
                 machine.state = AWAY
+                machine.open += not machine.managed  # what it was to stand for is not forgotten
+                machine.managed = True
         known = {machine.pool for machine in self._machines.values()}
         seen = [pool_seen for pool_seen in seen if pool_seen.pool in known]
         self._learn(seen)
-        decisions: list[Decision] = []
+        decisions = self._settle({pool_seen.pool for pool_seen in seen}, now_ns)
         for pool_seen in seen:
             pool = self._pool(pool_seen.pool)
             wanted, why = self._wanted(now_ns, pool, pool_seen)
@@ -338,6 +426,19 @@ class Capacity:
                 decisions += self._grow(now_ns, pool.name, missing)
             elif missing < 0:
                 decisions += self._shrink(pool_seen, -missing)
+        return decisions
+
+    def _settle(self, pools: set[str], now_ns: int) -> list[Decision]:
+        """Places that nobody was there to take: perhaps now."""
+        decisions: list[Decision] = []
+        for machine in self._machines.values():
+            if machine.pool not in pools:
+                continue
+            if machine.open and machine.managed and machine.state in (STARTING, UP):
+                machine.open -= 1  # it is back itself
+                machine.managed = False
+            while machine.open and (started := self._fill(now_ns, machine)):
+                decisions += started
         return decisions
 
     def _learn(self, seen: Sequence[Seen]) -> None:
@@ -540,6 +641,10 @@ def _soonest(machine: Machine) -> tuple[int, int]:
 
 def _least_away(machine: Machine) -> tuple[bool, int]:
     return machine.state == AWAY, machine.replica
+
+
+def _owes(machine: Machine) -> bool:
+    return machine.owes
 
 
 def _id(machine: Machine) -> int:

@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     Decisions = list[Decision]
 
 NO_PENALTIES = (0, 0, 0)
-NO_DEATH = frozenset({"stopped", "controller_lost"})
+FORGOTTEN = "forgotten"
+"""Why a replica is down of which whoever runs it knows nothing any more: what there is, as a standby
+or by itself, it will say anew."""
+NO_DEATH = frozenset({"stopped", "controller_lost", FORGOTTEN})
 """Reasons for being down that need no replacement: it was meant, or it will say that it is up."""
 CARD_LOST = "gpu"
 """What a reason for being down begins with where the card is to blame, such as ``gpu_lost``."""
@@ -112,9 +115,13 @@ class Fleet:
         if self.health is not None:
             self.health.leads = True
         self.capacity = Capacity(parameters.capacity) if parameters.capacity.enabled else None
-        self.rollout = Rollout(parameters.rollout) if parameters.rollout.enabled else None
+        section = parameters.rollout
+        self.rollout = Rollout(section, self._isolated) if section.enabled else None
         self.drift = Drift(parameters.drift) if parameters.drift.enabled else None
         self.alerts = Alerts(parameters.alerts) if parameters.alerts.enabled else None
+
+    def _isolated(self, replica: int) -> bool:
+        return self.health is not None and self.health.state_of(replica) == "isolated"
 
     def attach(self, queue: Tiered) -> None:
         """The queue whose hosts are kept in line."""
@@ -222,16 +229,34 @@ class Fleet:
                     told_once = msgspec.structs.astuple(decision)
                     decisions += self.alerts.raised(now_ns, *told_once)
                 continue
-            decisions.append(decision)
             if isinstance(decision, Rotated):
                 self.attention = True
+                decisions.append(self._placed(now_ns, decision))
                 self._rotated(now_ns, decision, decisions)
-            elif isinstance(decision, Stop):
+                continue
+            decisions.append(decision)
+            if isinstance(decision, Stop):
                 self._stopping.add(decision.replica)
             elif isinstance(decision, BreakerMoved) and decision.state == "open":
                 figures = (("bad", decision.bad), ("total", decision.total))
                 cause = f"breaker open: {decision.why}"
                 self.alert(now_ns, f"breaker {decision.key}", cause, figures, decisions)
+
+    def _placed(self, now_ns: int, moved: Rotated) -> Rotated:
+        """As it is told: one mechanism lets a replica in, and another may still keep it out."""
+        replica = moved.replica
+        if moved.state != "in":
+            return moved
+        leaves = replica in self._stopping
+        leaves |= self._leader is not None and replica in self._leader.gone
+        leaves |= self.rollout is not None and self.rollout.holds(replica)
+        leaves |= self.capacity is not None and self.capacity.draining(replica)
+        if leaves:
+            return Rotated(replica, "draining", moved.why)
+        if self.health is None or self.health.state_of(replica) == "in":
+            return moved
+        state, for_ns = self.health.state_of(replica), self.health.shut_ns(now_ns, replica)
+        return Rotated(replica, state, moved.why, for_ns)
 
     def _roll(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
         """Pass on what the rollout decided; capacity keeps its hands off what it started."""
@@ -242,13 +267,17 @@ class Fleet:
             self.tell(now_ns, told, decisions)
             self.attention = True
         rollout = self.rollout
-        if rollout is not None and (rollout.exchanged or rollout.undone):
-            for coming, leaving in rollout.exchanged:
-                if self.capacity is not None:
-                    self.capacity.succeed(coming, leaving)
+        if rollout is not None and (rollout.exchanged or rollout.undone or rollout.forgone):
+            exchanged, rollout.exchanged = rollout.exchanged, []
+            forgone, rollout.forgone = rollout.forgone, []
             self.rolled_back += rollout.undone
-            rollout.exchanged.clear()
             rollout.undone.clear()
+            if self.capacity is None:
+                return
+            for coming, leaving in exchanged:
+                self.capacity.succeed(coming, leaving, gone=not rollout.draining(leaving))
+            for replica in forgone:
+                self._scale(now_ns, self.capacity.forgone(now_ns, replica), decisions)
 
     def _scale(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
         """Pass on what capacity decided; a rollout keeps its hands off what it started, and says
@@ -303,10 +332,12 @@ class Fleet:
         """Let a standby take its place."""
         if self.capacity is None:
             return
-        if covered:
-            self.capacity.taken(now_ns, replica)
-        else:
+        if not covered:
             self._scale(now_ns, self.capacity.lost(now_ns, replica, card), decisions)
+        elif self.rollout is not None and self.rollout.holds(replica):
+            self.capacity.taken(now_ns, replica)
+        else:  # something takes its place, now or later
+            self.capacity.awaits(now_ns, replica)
 
     def _name(self, replica: int) -> str:
         """For people, who know it by that; of one that is not up only the number is known."""
@@ -327,14 +358,14 @@ class Fleet:
 
     def rotate(self, now_ns: int, decisions: Decisions) -> None:
         """Bring hosts into line with what the mechanisms say of them."""
-        facts, queue, health = self._facts, self._queue, self.health
+        facts, queue = self._facts, self._queue
         rollout, capacity = self.rollout, self.capacity
         leaving: set[int] = set()
         stopping = self._stopping
         if self._leader is not None:
             stopping = stopping | self._leader.gone
         for number, replica in facts.replicas.items():
-            isolated = health is not None and health.state_of(number) == "isolated"
+            isolated = self._isolated(number)
             old = rollout is not None and not rollout.allowed(number)
             surplus = capacity is not None and capacity.draining(number)
             if isolated or old or surplus or number in stopping:
@@ -453,9 +484,8 @@ class Fleet:
 
     def _down(self, now_ns: int, event: ReplicaDown, name: str, decisions: Decisions) -> None:
         self._stopping.discard(event.replica)
-        isolated = False
+        isolated = self._isolated(event.replica)
         if self.health is not None:
-            isolated = self.health.state_of(event.replica) == "isolated"
             self.health.down(now_ns, event.replica)
         if self.drift is not None:
             self.drift.renewed(event.replica)
@@ -467,6 +497,8 @@ class Fleet:
             self._lost(now_ns, event.replica, covered, card, decisions)
         if self.capacity is not None:
             self.capacity.down(now_ns, event.replica)
+            if event.reason == FORGOTTEN:
+                self.capacity.forget(event.replica)
         if self.rollout is not None:
             told = self.rollout.down(now_ns, event.replica, died, card or isolated)
             self._roll(now_ns, told, decisions)
@@ -539,6 +571,8 @@ class Fleet:
             else:
                 for spec in up:
                     self.rollout.up(now_ns, spec)
+        if self.rollout is None and self.capacity is not None:
+            self.capacity.forgo_all()
 
     def watch_all(self, now_ns: int, before: Fleet) -> None:
         """Health begins anew with the replicas that are up."""

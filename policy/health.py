@@ -176,6 +176,11 @@ class Health:
         watch = self._watches.get(replica)
         return watch is None or watch.gate < SHUT
 
+    def shut_ns(self, now_ns: int, replica: int) -> int:
+        """How long it is not even tried again; 0: it is, or nothing is known of when."""
+        watch = self._watches.get(replica)
+        return 0 if watch is None or watch.until_ns is None else max(0, watch.until_ns - now_ns)
+
     # Replicas
 
     def up(self, now_ns: int, spec: ReplicaUp) -> None:

@@ -10,9 +10,10 @@ new replicas are stopped, and what served before serves on.
 After the last switch the new version is *watched*: the old replicas of that wave are drained, but
 run on. When a breaker opens on the new version, or on its model while nothing else serves it, or a
 replica of it fails, falls silent or goes down by itself, it is rolled back: the old ones take
-requests again, at the same instant, and as many new ones are drained and stopped. Only the last
-wave can be kept so: what earlier waves replaced is stopped already, and comes back as a rollout in
-reverse, by starting standbys with the old version. A rollback is not watched.
+requests again, at the same instant, and as many new ones are drained and stopped. One that is
+isolated by then does not come back: nothing would get there, and what it replaced is gone. Only the
+last wave can be kept so: what earlier waves replaced is stopped already, and comes back as a
+rollout in reverse, by starting standbys with the old version. A rollback is not watched.
 
 What earlier waves brought is looked at from its switch on: the same doubts, and a breaker of the
 new version, end the rollout there, on the same way back, before it has replaced what serves.
@@ -28,7 +29,7 @@ import msgspec
 from policy.decisions import Alert, Rotated, Start, Stop, Warm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from policy.decisions import Decision
     from policy.events import ReplicaUp, RolloutRequested, Standby, Warmed
@@ -105,15 +106,22 @@ class RolloutState(msgspec.Struct, array_like=True):
 
 
 class Rollout:
-    """At most one rollout a model; another request for it takes the place of the first."""
+    """At most one rollout a model; another request for it takes the place of the first.
+
+    Args:
+        isolated: is the card of this replica broken, or does it hang?
+    """
 
     __slots__ = (
-        "_draining", "_moves", "_new", "_section", "_standbys", "_unwanted", "_up", "exchanged",
-        "undone",
+        "_draining", "_is_isolated", "_moves", "_new", "_section", "_standbys", "_unwanted", "_up",
+        "exchanged", "forgone", "undone",
     )  # fmt: skip
 
-    def __init__(self, section: Section) -> None:
+    def __init__(
+        self, section: Section, isolated: Callable[[int], bool] = lambda replica: False
+    ) -> None:
         self._section = section
+        self._is_isolated = isolated
         self._up: dict[int, Known] = {}
         self._standbys: dict[int, Known] = {}
         self._new: dict[int, New] = {}
@@ -127,6 +135,8 @@ class Rollout:
         at them clears them."""
         self.undone: list[str] = []
         """Models that were rolled back in this step."""
+        self.forgone: list[int] = []
+        """Replicas that went down, whose place nothing of a rollout will take after all."""
 
     # Asked
 
@@ -147,6 +157,7 @@ class Rollout:
     def requested(self, now_ns: int, event: RolloutRequested) -> Sequence[Decision]:
         model, version = event.model, event.version
         decisions: list[Decision] = []
+        owed = -1
         under_way = self._moves.get(model)
         if under_way is not None:
             if under_way.version == version:
@@ -155,15 +166,18 @@ class Rollout:
                 self._roll_back(now_ns, under_way, decisions)
                 return decisions
             self._end(under_way, decisions)
+            owed = under_way.owed
         elif len(self._moves) >= self._section.rollouts_max:
             under_way_count = (("under_way", len(self._moves)),)
             return (_alert(model, "too many rollouts at a time", under_way_count),)
         self._back(model, version, decisions)
-        move = Move(model, version, "starting", None)
+        move = Move(model, version, "starting", None, owed=owed)
         old = self._old(move)
         if not any(known.serves(model) for known in self._up.values()):
             decisions.append(_alert(model, "no replica serves the model"))
-        elif old:
+        if not old:
+            self._forgo(owed)
+        else:
             move.before = _usual([self._up[replica].version for replica in old])
             self._moves[model] = move
             if not self._wave(now_ns, move, decisions):
@@ -470,6 +484,7 @@ class Rollout:
         kept = self._returning(move)
         for replica in kept:
             del self._draining[replica]
+        self._let_go(model)  # what is kept for nothing
         why = f"rollback of {bad}"
         self._exchange(back, kept, new, why, decisions)
         self.undone.append(model)
@@ -499,6 +514,7 @@ class Rollout:
             for replica, drain in self._draining.items()
             if drain.model == move.model and not drain.stopped
             and (drain.kept or self._up[replica].version == move.before)
+            and not self._is_isolated(replica)
         ]  # fmt: skip
 
     def _kept(self, model: str) -> list[int]:
@@ -520,12 +536,17 @@ class Rollout:
     ) -> None:
         left = len(self._old(move))
         self._end(move, decisions)
+        self._forgo(move.owed)
         figures = [("replaced", move.replaced), ("left", left)]
         if replica is not None:
             figures.insert(0, ("replica", replica))
         decisions.append(
             _alert(move.model, cause, tuple(figures), "given up; what served serves on")
         )
+
+    def _forgo(self, owed: int) -> None:
+        if owed >= 0:
+            self.forgone.append(owed)
 
     def _end(self, move: Move, decisions: list[Decision]) -> None:
         """The rollout is over: what it has started and not yet put to use is stopped."""
@@ -546,7 +567,8 @@ class Rollout:
     def _back(self, model: str, version: str, decisions: list[Decision]) -> None:
         """What was being drained and has the version that is wanted now comes back."""
         for replica, drain in list(self._draining.items()):
-            if drain.model == model and not drain.stopped and self._up[replica].version == version:
+            wanted = drain.model == model and self._up[replica].version == version
+            if wanted and not drain.stopped and not self._is_isolated(replica):
                 del self._draining[replica]
                 decisions.append(Rotated(replica, "in", f"rollout of {version}"))
 

@@ -94,7 +94,7 @@ def test_one_that_is_drained_is_called_back(tmp_path: Path) -> None:
 def test_a_reload_that_stops_halfway_leaves_what_most_serve(tmp_path: Path) -> None:
     """The weights of the second wave cannot be read any more: it is given up. What crashes then,
     and all after the controller was killed, comes up in the version that most replicas have."""
-    controller = Fleet(tmp_path, 3, ({},), policy="capacity: {enabled: false}\n").start()
+    controller = Fleet(tmp_path, 3, ({},)).start()
     path = weights(tmp_path / NEW, NEW)
     try:
         status, said = ask_for(controller, NEW, path)

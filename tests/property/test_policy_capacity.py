@@ -1,4 +1,5 @@
-"""Capacity under any order of events: bounds, survivors, and a restored double that agrees."""
+"""Capacity under any order of events: bounds, survivors, places that are never given up, and a
+restored double that agrees."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.capacity import Capacity, CapacityState, Seen, pool_of
+from policy.capacity import STARTING, UP, Capacity, CapacityState, Seen, pool_of
 from policy.decisions import Rotated, Start, Stop
 from policy.events import Forecasted, Standby
 from policy.parameters.capacity import Capacity as Section
@@ -146,3 +147,171 @@ class Capacities(RuleBasedStateMachine):
 
 TestCapacities = Capacities.TestCase
 TestCapacities.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+ALWAYS = 3
+
+
+class Places(RuleBasedStateMachine):
+    """Three replicas always run. Rollouts put others in their places, what runs dies and comes back
+    as a standby or as it was: there are three places all the while, and three that serve in the
+    end, though there is next to nothing to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.section = msgspec.convert({"down_window_ms": 5000}, Section)
+        self.capacity = Capacity(self.section)
+        self.now_ns = 0
+        self.running: set[int] = set()
+        self.standbys: set[int] = set()
+        self.coming: set[int] = set()
+        """Started by capacity, and (next) by a rollout."""
+        self.new: set[int] = set()
+        self.away: set[int] = set()
+        self.owed: set[int] = set()
+        """Whose place a rollout has said it will fill."""
+        for replica in range(ALWAYS):
+            self.comes_up(replica)
+        for replica in range(ALWAYS, 7):
+            self.away.add(replica)
+            self.stand_by(replica)
+
+    def obey(self, decisions: Any) -> None:
+        for decision in decisions:
+            if isinstance(decision, Start):
+                self.standbys.remove(decision.replica)
+                self.coming.add(decision.replica)
+            elif isinstance(decision, Rotated) and decision.state == "draining":
+                self.obey(self.capacity.emptied(self.now_ns, decision.replica))
+            elif isinstance(decision, Stop):
+                self.goes(decision.replica)
+
+    def comes_up(self, replica: int) -> None:
+        self.capacity.up(self.now_ns, up(replica, models=("m",)))
+        self.running.add(replica)
+
+    def goes(self, replica: int) -> None:
+        self.capacity.down(self.now_ns, replica)
+        self.running.discard(replica)
+        self.away.add(replica)
+
+    def stand_by(self, replica: int) -> None:
+        self.capacity.standby(self.now_ns, Standby(replica, f"r{replica}", ("m",), S))
+        self.away.remove(replica)
+        self.standbys.add(replica)
+
+    @rule(which=REPLICAS)
+    def starts(self, which: int) -> None:
+        """Capacity's start comes to its end, well or not."""
+        if which in self.coming:
+            self.coming.remove(which)
+            self.comes_up(which)
+
+    @rule(which=REPLICAS)
+    def again(self, which: int) -> None:
+        if which in self.away:
+            self.stand_by(which)
+
+    @rule(which=REPLICAS)
+    def as_it_was(self, which: int) -> None:
+        """A supervisor starts anew what a rollout will replace."""
+        if which in self.away and which in self.owed:
+            self.away.remove(which)
+            self.comes_up(which)
+
+    @rule(which=REPLICAS)
+    def dies_watched(self, which: int) -> None:
+        if which in self.running:
+            self.capacity.awaits(self.now_ns, which)
+            self.owed.add(which)
+            self.goes(which)
+
+    @rule(which=REPLICAS)
+    def hangs(self, which: int) -> None:
+        """Nothing ends it; a rollout will."""
+        if which in self.running:
+            self.capacity.awaits(self.now_ns, which)
+            self.owed.add(which)
+            self.running.remove(which)
+            self.away.add(which)
+
+    @rule(which=REPLICAS)
+    def answers(self, which: int) -> None:
+        if which in self.away and self.machine(which).state not in (UP, STARTING):
+            self.capacity.back(which)
+            if self.machine(which).state == UP:
+                self.away.remove(which)
+                self.owed.discard(which)
+                self.running.add(which)
+
+    @rule(which=REPLICAS)
+    def begins(self, which: int) -> None:
+        if which in self.standbys:
+            self.standbys.remove(which)
+            self.capacity.taken(self.now_ns, which)
+            self.new.add(which)
+
+    @rule(which=REPLICAS, other=REPLICAS)
+    def exchanged(self, which: int, other: int) -> None:
+        """What a rollout started comes in: for what went, or for what runs, which is stopped."""
+        if which not in self.new or not (other in self.owed or other in self.running):
+            return
+        self.new.remove(which)
+        self.comes_up(which)
+        leaving = other in self.running and other != which
+        self.capacity.succeed(which, other, gone=not leaving)
+        if leaving:
+            self.goes(other)
+        else:
+            self.owed.discard(other)
+
+    @rule(which=REPLICAS)
+    def forgone(self, which: int) -> None:
+        if which in self.owed:
+            self.owed.remove(which)
+            self.obey(self.capacity.forgone(self.now_ns, which))
+
+    @rule()
+    def policy_switched(self) -> None:
+        state = msgspec.msgpack.encode(self.capacity.state(self.now_ns))
+        self.capacity = Capacity(self.section)
+        self.capacity.adopt(msgspec.msgpack.decode(state, type=CapacityState), self.now_ns)
+
+    @rule(step_ns=st.sampled_from((0, 5 * S, 90 * S)))
+    def loop(self, step_ns: int) -> None:
+        self.now_ns += step_ns
+        if self.capacity.due_loop(self.now_ns) and self.running:
+            seen = Seen("m", len(self.running), 1, 0, 0, 10, 10)
+            self.obey(self.capacity.loop(self.now_ns, [seen]))
+
+    def machine(self, replica: int) -> Any:
+        return self.capacity._machines[replica]
+
+    @invariant()
+    def no_place_is_given_up(self) -> None:
+        machines = self.capacity._machines.values()
+        taken = sum(not each.managed and each.state in (UP, STARTING) for each in machines)
+        assert taken + sum(each.awaited + each.open for each in machines) == ALWAYS
+
+    def teardown(self) -> None:
+        """When no rollout goes on any more, as many serve as always did."""
+        for replica in sorted(self.new):
+            self.new.remove(replica)
+            self.away.add(replica)
+        for _ in range(4):
+            for replica in sorted(self.away):
+                self.stand_by(replica)
+            for replica in sorted(self.owed):
+                self.forgone(replica)
+            for replica in sorted(self.coming):
+                self.starts(replica)
+            self.capacity.forgo_all()
+            self.running = self.running or {0}  # a pool that nobody serves has no loop
+            self.loop(90 * S)
+            self.no_place_is_given_up()
+        machines = self.capacity._machines.values()
+        assert sum(not each.managed and each.state == UP for each in machines) == ALWAYS
+
+
+TestPlaces = Places.TestCase
+TestPlaces.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

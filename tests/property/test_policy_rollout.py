@@ -29,8 +29,9 @@ class RolloutMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rollout = Rollout(Section())
-        self.double = Rollout(Section())
+        self.isolated: set[int] = set()
+        self.rollout = Rollout(Section(), self.isolated.__contains__)
+        self.double = Rollout(Section(), self.isolated.__contains__)
         self.now_ns = 0
         self.standbys: set[int] = set()
         self.starting: dict[int, str] = {}
@@ -48,6 +49,9 @@ class RolloutMachine(RuleBasedStateMachine):
     def both(self, name: str, *args: Any) -> None:
         decisions = list(getattr(self.rollout, name)(self.now_ns, *args))
         assert decisions == list(getattr(self.double, name)(self.now_ns, *args))
+        self.obey(decisions)
+
+    def obey(self, decisions: list[Any]) -> None:
         for decision in decisions:
             assert_integers(decision)
             if isinstance(decision, Start):
@@ -61,6 +65,7 @@ class RolloutMachine(RuleBasedStateMachine):
                 self.stopping.add(decision.replica)
             elif isinstance(decision, Rotated):
                 assert self.rollout.draining(decision.replica) is (decision.state == "draining")
+                assert decision.state == "draining" or decision.replica not in self.isolated
             else:
                 assert isinstance(decision, Alert)
 
@@ -70,6 +75,7 @@ class RolloutMachine(RuleBasedStateMachine):
 
     def come_up(self, replica: int, version: str) -> None:
         self.up[replica] = version
+        self.isolated.discard(replica)
         self.both("up", up(replica, models=("m",), version=version))
 
     def stand_by(self, replica: int) -> None:
@@ -171,6 +177,16 @@ class RolloutMachine(RuleBasedStateMachine):
     def doubt(self, choice: int, why: str) -> None:
         self.both("doubted", choice, why)
 
+    @precondition(lambda self: self.up)
+    @rule(choice=choices)
+    def isolate(self, choice: int) -> None:
+        """Its card breaks; whoever runs it may end it, or not."""
+        replica = sorted(self.up)[choice % len(self.up)]
+        self.isolated.add(replica)
+        decisions = list(self.rollout.isolated(replica))
+        assert decisions == list(self.double.isolated(replica))
+        self.obey(decisions)
+
     @rule(version=versions)
     def break_circuit(self, version: str) -> None:
         before = {move.model: move for move in self.rollout.state(self.now_ns).moves}
@@ -183,7 +199,9 @@ class RolloutMachine(RuleBasedStateMachine):
         elif between:
             assert len(self.serving()) >= len(serving)
         else:
-            assert all(self.rollout.allowed(replica) for replica in kept)
+            well = [replica for replica in kept if replica not in self.isolated]
+            assert all(self.rollout.allowed(replica) for replica in well)
+            assert not self.kept
 
     @property
     def kept(self) -> list[int]:
@@ -213,13 +231,14 @@ class RolloutMachine(RuleBasedStateMachine):
     def reload(self) -> None:
         wire = msgspec.msgpack.encode(self.rollout.state(self.now_ns))
         assert_integers(msgspec.msgpack.decode(wire))
-        self.double = Rollout(Section())
+        self.double = Rollout(Section(), self.isolated.__contains__)
         self.double.load(msgspec.msgpack.decode(wire, type=RolloutState), self.now_ns)
 
     @invariant()
     def both_agree(self) -> None:
         assert self.rollout.state(self.now_ns) == self.double.state(self.now_ns)
         assert self.rollout.deadline_ns() == self.double.deadline_ns()
+        assert self.rollout.forgone == self.double.forgone
         assert self.rollout.size() <= self.rollout.size_most()
 
     @invariant()

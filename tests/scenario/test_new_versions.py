@@ -19,7 +19,7 @@ from policy.events import Event, ReplicaDown, ReplicaUp, RolloutRequested, Stand
 from policy.files import load_policy
 from tests.support import ListLog, S, chunk_of
 from twin.answers import Answers, DrawnAnswers
-from twin.faults import BadWeights, ColdStart, EngineHung, StartFails
+from twin.faults import BadWeights, ColdStart, EngineHung, EngineKilled, StartFails
 from twin.fleet import fleet_of
 from twin.scenario.happenings import schedule
 from twin.world import World, WorldSettings
@@ -168,6 +168,21 @@ def test_a_version_that_hangs_is_taken_back_and_not_started_again() -> None:
     assert 70 < back_s < 75
     assert played.up() == {0: "v1", 1: "v1"}
     assert played.served_by(back_s + 1).keys() == {"v1"}
+
+
+def test_the_place_of_what_died_between_waves_is_never_given_up() -> None:
+    """One standby for two. The new one dies while the next is started, and is a standby itself when
+    an old version takes its place: two serve in the end, though one could bear the load."""
+    played = play(500, EngineKilled(at_s=57, on=2, restart_s=5), standbys=1)
+    [(back_s, told)] = played.alerts(f"rollout {MODEL}")
+    assert told == "rolled back: a new replica went down"
+    assert back_s == pytest.approx(57, abs=0.01)
+    standby_s = {each.replica: at_s for at_s, each in played.told(Standby)}
+    [(in_s, _)] = [(at_s, each) for at_s, each in played.decided(Rotated)
+                   if at_s > back_s and each.state == "in"]  # fmt: skip
+    assert back_s < standby_s[2] < in_s
+    assert played.up() == {0: "v1", 1: "v1"}
+    assert {result.outcome for result in played.results} == {"answered"}
 
 
 # An engine that hangs

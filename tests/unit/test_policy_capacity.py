@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -13,6 +13,9 @@ from policy.events import Forecasted, Standby
 from policy.facts import Illegal
 from policy.parameters.capacity import Capacity as Section
 from tests.policy_support import MS, S, up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 START = 100 * S
 
@@ -65,7 +68,7 @@ def drained(decisions: object) -> list[int]:
     ]
 
 
-def run_up(made: Capacity, replicas: range, now_ns: int = 0) -> None:
+def run_up(made: Capacity, replicas: Iterable[int], now_ns: int = 0) -> None:
     """Standbys that someone has started."""
     for replica in replicas:
         made.up(now_ns, up(replica, models=("m",)))
@@ -274,6 +277,15 @@ def test_what_never_was_a_standby_is_never_given_up() -> None:
     assert drained(made.loop(0, [seen(5, 100)])) == []
 
 
+def test_what_was_forgotten_and_comes_up_by_itself_is_never_given_up() -> None:
+    made, now_ns = busy_then_quiet(down_window_ms=0)
+    for replica in (1, 2, 3, 4):
+        made.down(now_ns, replica)
+        made.forget(replica)
+        made.up(now_ns, up(replica))
+    assert drained(made.loop(now_ns, [seen(5, 500)])) == []
+
+
 def test_a_draining_replica_is_stopped_when_it_is_empty() -> None:
     made, now_ns = busy_then_quiet(down_window_ms=0)
     assert made.emptied(now_ns, 4) == ()
@@ -347,6 +359,15 @@ def test_a_start_that_fails_in_the_place_of_a_replica_that_always_runs_is_made_u
     assert made.lost(2 * S, 2) == [Start(3)]
 
 
+def test_a_start_that_takes_too_long_does_not_cost_a_place() -> None:
+    made = capacity(running=2, standbys=2, down_window_ms=0)
+    made.loop(0, [seen(2, 10)])
+    assert made.lost(1 * S, 0) == [Start(2)]
+    assert started(made.loop(1000 * S, [seen(1, 10)])) == [3]
+    run_up(made, [2, 3])
+    assert drained(made.loop(1005 * S, [seen(3, 10)])) == [2]
+
+
 def test_a_standby_that_is_down_is_not_started() -> None:
     made = capacity(standbys=2)
     assert made.lost(0, 1) == ()
@@ -373,6 +394,91 @@ def test_what_takes_the_place_of_a_replica_that_always_runs_always_runs_too() ->
     made.succeed(2, 1)
     made.succeed(2, 99)  # of one of them nothing is known
     assert drained(made.loop(0, [seen(3, 500)])) == [1]  # if anything, what was put aside
+
+
+def awaiting() -> Capacity:
+    """Two always run. A rollout put 2 in the place of 0, and 2 died: it is a standby again, and so
+    is 0. What takes the place is still to be told."""
+    made = capacity(running=2, standbys=1, down_window_ms=0)
+    made.taken(0, 2)
+    run_up(made, [2])
+    made.succeed(2, 0)
+    made.down(1 * S, 0)
+    made.awaits(1 * S, 2)
+    made.down(1 * S, 2)
+    for replica in (0, 2):
+        made.standby(2 * S, standby(replica))
+    return made
+
+
+@pytest.mark.parametrize("coming", [0, 2])
+def test_the_place_of_what_died_is_kept_though_it_is_a_standby_by_then(coming: int) -> None:
+    made = awaiting()
+    made.load(made.state(2 * S), 2 * S)
+    made.taken(2 * S, coming)
+    run_up(made, [coming])
+    made.succeed(coming, 2)
+    for at_s in (5, 10, 400):
+        assert not drained(made.loop(at_s * S, [seen(2, 10)]))
+    made.up(400 * S, up(2 - coming, models=("m",)))  # a standby that someone started
+    assert drained(made.loop(405 * S, [seen(3, 10)])) == [2 - coming]
+
+
+def test_a_place_that_nobody_takes_after_all_is_taken_by_a_standby() -> None:
+    made = awaiting()
+    assert made.forgone(3 * S, 2) == [Start(0)]
+    assert made.forgone(3 * S, 2) == made.forgone(3 * S, 99) == ()
+    run_up(made, [0])
+    assert not drained(made.loop(400 * S, [seen(2, 10)]))
+
+
+def test_a_place_that_nobody_can_take_is_taken_as_soon_as_somebody_can() -> None:
+    made = awaiting()
+    for replica in (0, 2):
+        made.taken(3 * S, replica)
+    made.forgo_all()
+    assert not started(made.loop(5 * S, [seen(1, 10)]))
+    made.standby(6 * S, standby(2))
+    assert started(made.loop(10 * S, [seen(1, 10)])) == [2]
+    run_up(made, [2])
+    assert not drained(made.loop(400 * S, [seen(2, 10)]))
+    made.standby(400 * S, standby(0))
+    assert not started(made.loop(405 * S, [seen(2, 10)]))
+
+
+def test_what_is_up_again_takes_the_place_that_nobody_took() -> None:
+    made = awaiting()
+    made.up(3 * S, up(2, models=("m",)))
+    assert made.forgone(3 * S, 2) == ()
+    for at_s in (5, 10, 400):
+        assert not drained(made.loop(at_s * S, [seen(2, 10)]))
+
+
+def test_what_hung_and_is_ended_before_anything_took_its_place_is_replaced() -> None:
+    made = capacity(running=2, standbys=1, down_window_ms=0)
+    made.awaits(0, 1)
+    assert made.lost(1 * S, 1) == [Start(2)]
+    assert made.lost(1 * S, 1) == ()
+    run_up(made, [2])
+    assert not drained(made.loop(5 * S, [seen(2, 10)]))
+    made.up(5 * S, up(1, models=("m",)))
+    assert drained(made.loop(10 * S, [seen(3, 10)])) == [1]
+
+
+def test_what_hung_and_answers_before_anything_took_its_place_has_it() -> None:
+    made = capacity(running=2, standbys=1, down_window_ms=0)
+    made.awaits(0, 1)
+    made.back(1)
+    assert not drained(made.loop(5 * S, [seen(2, 10)]))
+    assert made.forgone(5 * S, 1) == ()
+
+
+def test_a_place_that_is_open_is_not_forgotten_for_want_of_room() -> None:
+    made = capacity(running=2, standbys=1, replicas_max=3)
+    made.awaits(0, 0)
+    made.down(0, 1)
+    made.standby(0, standby(5))  # there is room: 1 is forgotten
+    assert made.forgone(0, 0) == [Start(2)]
 
 
 def test_a_card_that_broke_is_not_started_on_if_there_is_another() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -12,6 +12,9 @@ from policy.events import RolloutRequested, Standby, Warmed
 from policy.parameters.rollout import Rollout as Section
 from policy.rollout import Rollout, RolloutState
 from tests.policy_support import S, assert_integers, up
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WHY = "rollout of v2"
 
@@ -25,9 +28,10 @@ def spec(replica: int, version: str = "v1") -> Any:
     return up(replica, models=("m",), version=version)
 
 
-def fleet(olds: int, standbys: int, **section: Any) -> Rollout:
+def fleet(olds: int, standbys: int, isolated: Sequence[int] = (), **section: Any) -> Rollout:
     """Nothing is watched unless ``watch_ms`` is given."""
-    rollout = Rollout(msgspec.convert({"watch_ms": 0} | section, Section))
+    section = {"watch_ms": 0} | section
+    rollout = Rollout(msgspec.convert(section, Section), isolated.__contains__)
     for replica in range(olds):
         assert rollout.up(0, spec(replica)) == ()
     for replica in range(olds, olds + standbys):
@@ -444,6 +448,41 @@ def test_the_place_of_a_new_replica_that_dies_between_waves_is_taken() -> None:
     assert [one for one in range(4) if rollout.allowed(one)] == [0, 1, 2]
 
 
+def owing() -> Rollout:
+    """Going back to v1; the place of 3, which is gone, is to be taken."""
+    rollout = fleet(3, 1, watch_ms=60_000)
+    request(rollout)
+    bring_up(rollout, 3)
+    rollout.emptied(3 * S, 0)
+    rollout.down(3 * S, 0)
+    doubt(rollout, "down", replica=3)
+    assert rollout.forgone == []
+    return rollout
+
+
+def test_whose_place_nothing_of_a_rollout_takes_is_told() -> None:
+    rollout = owing()
+    assert list(rollout.standby(4 * S, standby(0))) == [Start(0, "v1")]
+    rollout.warmed(5 * S, Warmed(0, "v1", ok=False))
+    assert rollout.forgone == [3]
+    rollout = owing()
+    rollout.down(4 * S, 1)
+    rollout.down(4 * S, 2)
+    rollout.requested(4 * S, RolloutRequested("m", "v3"))
+    assert rollout.forgone == [3]
+
+
+def test_another_rollout_takes_over_which_place_is_to_be_taken() -> None:
+    rollout = owing()
+    assert request(rollout, "v3", 4 * S) == []
+    assert list(rollout.standby(4 * S, standby(0))) == [Start(0, "v3")]
+    rollout.exchanged.clear()
+    assert Rotated(0, "in", "rollout of v3") in bring_up(rollout, 0, "v3")
+    assert rollout.exchanged == [(0, 3)]
+    assert [one for one in range(3) if rollout.allowed(one)] == [0, 1, 2]
+    assert rollout.forgone == []
+
+
 @pytest.mark.parametrize("how", ["breaker", "failures", "down"])
 def test_between_waves_nothing_is_watched_where_nothing_is_to_be(how: str) -> None:
     rollout = fleet(3, 1)
@@ -478,6 +517,57 @@ def test_whoever_asks_for_the_old_version_while_it_is_kept_has_it_at_once() -> N
         Rotated(1, "in", BACK), Rotated(3, "draining", BACK),
     ]  # fmt: skip
     assert request(rollout, "v1", 3 * S) == []
+
+
+@pytest.mark.parametrize("how", ["breaker", "failures", "down", ""])
+def test_an_old_replica_that_is_isolated_by_then_does_not_come_back(how: str) -> None:
+    """What it replaced serves on until a standby takes its place."""
+    isolated: list[int] = []
+    rollout = fleet(2, 2, isolated, watch_ms=60_000)
+    request(rollout)
+    for replica in (2, 3):
+        bring_up(rollout, replica)
+    isolated.append(0)
+    assert rollout.covers(2)
+    decided = doubt(rollout, how) if how else request(rollout, "v1", 3 * S)
+    moved = [(each.replica, each.state) for each in decided if isinstance(each, Rotated)]
+    assert moved[0] == (1, "in")
+    assert moved[1:] == ([] if how == "down" else [(2, "draining")])
+    assert [one for one in (0, 1, 3) if rollout.allowed(one)] == [1, 3]
+    assert rollout.emptied(4 * S, 0) == (Stop(0),), "it is kept no longer"
+    rollout.down(4 * S, 0)
+    if how != "down":
+        rollout.emptied(4 * S, 2)
+        rollout.down(4 * S, 2)
+    assert list(rollout.standby(5 * S, standby(7))) == [Start(7, "v1")]
+    assert Rotated(3, "draining", "rollout of v1") in bring_up(rollout, 7, "v1")
+
+
+def test_where_all_that_is_kept_is_isolated_nothing_of_it_makes_up_for_a_loss() -> None:
+    isolated: list[int] = []
+    rollout = fleet(1, 1, isolated, watch_ms=60_000)
+    request(rollout)
+    bring_up(rollout, 1)
+    assert rollout.covers(1)
+    isolated.append(0)
+    assert not rollout.covers(1)
+    *_, alert = doubt(rollout, "failures", replica=1)
+    assert alert.figures[-2:] == (("back", 0), ("left", 1))
+    assert rollout.allowed(1)
+
+
+def test_what_drains_and_is_isolated_does_not_come_back_for_another_rollout() -> None:
+    isolated: list[int] = []
+    rollout = fleet(3, 1, isolated)
+    request(rollout)
+    bring_up(rollout, 3)
+    assert rollout.draining(0)
+    isolated.append(0)
+    request(rollout, "v1", 3 * S)
+    assert rollout.draining(0)
+    isolated.clear()
+    request(rollout, "v2", 3 * S)
+    assert Rotated(0, "in", "rollout of v1") in request(rollout, "v1", 3 * S)
 
 
 def test_another_version_ends_the_watch_and_the_old_ones_go() -> None:

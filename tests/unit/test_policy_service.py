@@ -696,6 +696,75 @@ def test_the_loss_of_an_old_replica_that_is_kept_needs_no_standby() -> None:
     assert not [d for d in decided if isinstance(d, Start)]
 
 
+@pytest.mark.parametrize("kind", ["ecc_uncorrectable", "xid_fatal"])
+@pytest.mark.parametrize("before", [True, False])
+def test_an_old_replica_whose_card_broke_does_not_come_back_in_a_rollback(
+    kind: Any, before: bool
+) -> None:
+    """Also after a switch, when all else that health knew is forgotten."""
+    checked = service(2, {"models": ("m",), "version": "v1"}) if before else rolled_out()
+    checked.feed(GpuFault(0, kind))
+    if before:
+        for replica in (2, 3):
+            checked.feed(Standby(replica, f"r{replica}", ("m",), S, "v1"))
+        checked.feed(RolloutRequested("m", "v2"))
+        for replica in (2, 3):
+            checked.bring_up(up(replica, models=("m",), version="v2"))
+        for replica in (2, 3):
+            checked.feed(Warmed(replica, "v2"))
+    switched(checked, health={"open_ms": 3000})
+    checked.restore()
+    decided = checked.feed(RolloutRequested("m", "v1"))
+    moved = [(d.replica, d.state) for d in decided if isinstance(d, Rotated)]
+    assert moved == [(1, "in"), (2, "draining")]
+    assert Stop(0) in decided
+    assert {checked.in_flight[checked.arrive()] for _ in range(6)} == {1, 3}
+
+
+def drained_while(state: str) -> tuple[Checked, int]:
+    """Replica 0 is ``state``, ejected or probing, and is drained for a new version then. Returns
+    its probe, too."""
+    spec = {"models": ("m",), "version": "v1", "max_num_seqs": 1}
+    off = {"enabled": False}
+    sections = {"breakers": off, "health": {"failures_most": 1}, "retries": {"tries_most": 1}}
+    checked = service(2, spec, confidence=off, **sections)
+    for replica in (2, 3):
+        checked.feed(Standby(replica, f"r{replica}", ("m",), S, "v1"))
+    checked.feed(RolloutRequested("m", "v2"))
+    for replica in (2, 3):
+        checked.bring_up(up(replica, models=("m",), version="v2", max_num_seqs=1))
+    checked.feed(Warmed(2, "v2"))
+    requests = [checked.arrive(stream=False) for _ in range(2)]
+    [request] = [each for each in requests if checked.in_flight[each] == 0]
+    assert Rotated(0, "ejected", "failures", 2 * S) in checked.fail(request, "http_5xx")
+    probe = -1
+    if state == "probing":
+        assert Rotated(0, "probing", "retry") in ticks(checked, checked.now_ns + 2 * S)
+        probe = checked.arrive(stream=False)
+        assert checked.in_flight[probe] == 0
+    checked.feed(Warmed(3, "v2"))
+    return checked, probe
+
+
+def test_what_comes_back_and_is_ejected_is_told_to_be() -> None:
+    checked, _ = drained_while("ejected")
+    checked.now_ns += S
+    decided = checked.feed(RolloutRequested("m", "v1"))
+    assert Rotated(0, "ejected", "rollback of v2", S) in decided
+    assert Rotated(1, "in", "rollback of v2") in decided
+    assert not [d for d in decided if isinstance(d, Alert) and d.key == "replica r0"]
+    assert 0 not in {checked.in_flight.get(checked.arrive()) for _ in range(4)}
+    assert Rotated(0, "probing", "retry") in ticks(checked, checked.now_ns + S)
+
+
+def test_what_answers_its_probe_while_it_drains_still_drains() -> None:
+    checked, probe = drained_while("probing")
+    decided = answer(checked, probe)
+    assert Rotated(0, "draining", "probe_answered") in decided
+    decided = checked.feed(RolloutRequested("m", "v1"))
+    assert Rotated(0, "in", "rollback of v2") in decided
+
+
 def test_a_rollback_is_told_though_the_rollout_was_in_trouble_just_before() -> None:
     checked = rolled_out(health={"enabled": False}, rollout={"watch_ms": 60_000})
     policy = checked.policy
