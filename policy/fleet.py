@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 NO_PENALTIES = (0, 0, 0)
 FORGOTTEN = "forgotten"
-"""Why a replica is down of which whoever runs it knows nothing any more: what there is, as a standby
-or by itself, it will say anew."""
+"""Why a replica is down of which whoever runs it knows nothing any more: what there is, as a
+standby or by itself, it will say anew."""
 NO_DEATH = frozenset({"stopped", "controller_lost", FORGOTTEN})
 """Reasons for being down that need no replacement: it was meant, or it will say that it is up."""
 CARD_LOST = "gpu"
