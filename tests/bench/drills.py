@@ -333,13 +333,13 @@ def main(argv: Sequence[str]) -> int:
         left += left_by_a_crash(fresh("crash"))
     Console(width=140).print(table_of(results))
     figures = figures_of(results, ratios, left)
-    whole = not chosen.kinds and chosen.starts
-    if whole:
-        say("hot reloads")
-        figures += reload_figures()
-    show_figures(figures)
-    if not whole:
+    if chosen.kinds or not chosen.starts:
+        show_figures(figures)
         return 0
+    write_figures(FIGURES, figures)  # whatever becomes of the reloads
+    say("hot reloads")
+    figures += reload_figures()
+    show_figures(figures)
     write_figures(FIGURES, figures)
     print("\n".join(require(figures, [figure.name for figure in figures])) or "all figures hold")
     return 0

@@ -173,12 +173,13 @@ def measure() -> list[Figure]:
 
             stories.append(real_reload(folder / "vllm"))
             real = ", and one with real vLLM on the processor"
+        wrong_good = sum(len(story.wrong) for story in stories)  # while their logs are there
         missed, wrong_bad, answers_bad = bad(folder / "bad")
         change, pairs = p99_change_pct(folder / "p99")
     asked = sum(len(story.answers) for story in stories)
     over = all(story.last["phase"] == "done" for story in stories)
     took = ", ".join(f"{story.seconds:.1f}" for story in stories)
-    wrong = sum(len(story.wrong) for story in stories) + wrong_bad
+    wrong = wrong_good + wrong_bad
     told = "; ".join(f"{before:.0f} and {after:.0f} ms" for before, after in pairs)
     return [
         Figure("reload_5xx", sum(story.errors for story in stories) if over else None,
