@@ -14,6 +14,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,7 @@ class Cards(Protocol):
         ...
 
 
-class Injection:
+class Injection(ABC):
     """Something that is broken on purpose.
 
     Args:
@@ -101,9 +102,9 @@ class Injection:
             raise DrillError(f"{self.kind}: {why}")
 
     @property
+    @abstractmethod
     def what(self) -> str:
         """What will be done, in a sentence."""
-        raise NotImplementedError
 
     @property
     def simulated(self) -> str:
@@ -114,12 +115,12 @@ class Injection:
         """Why it cannot be done here; empty: it can."""
         return ""
 
+    @abstractmethod
     def inject(self) -> int:
         """Do it; the time of day (ns since 1970) at which it was done. Blocks for seconds, at
         most."""
-        raise NotImplementedError
 
-    def undo(self) -> None:
+    def undo(self) -> None:  # noqa: B027 - most leave nothing to take back
         """Take it back."""
 
     def _no_process(self) -> str:
