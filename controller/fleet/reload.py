@@ -220,7 +220,7 @@ class Reloads(Listener):
         if first is None:
             return None  # a standby is started first, as ever
         declared = frozenset(slot.replica for slot in base)
-        return Swap(fleet, self.gate, self._driver.replicas[first], declared)
+        return Swap(fleet, self._driver, self.gate, self._driver.replicas[first], declared)
 
     async def _make_room(self, reload: _Reload, swap: Swap) -> None:
         why = await swap.drain(DRAIN_S_MOST)

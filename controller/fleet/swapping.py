@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 from controller.upstream.scrape import ANSWERLESS, read_page
 from policy.decisions import Start, Stop
+from policy.events import ReplicaDown
+from policy.fleet import FORGOTTEN
 
 if TYPE_CHECKING:
-    from controller.fleet.contract import Gate
+    from controller.fleet.contract import Feeder, Gate
     from controller.fleet.local import LocalFleet
     from controller.upstream.replica import Replica
 
@@ -39,9 +41,15 @@ class Swap:
     """
 
     def __init__(
-        self, fleet: LocalFleet, gate: Gate, first: Replica, declared: frozenset[int]
+        self,
+        fleet: LocalFleet,
+        driver: Feeder,
+        gate: Gate,
+        first: Replica,
+        declared: frozenset[int],
     ) -> None:
         self._fleet = fleet
+        self._driver = driver
         self._gate = gate
         self._first = first
         self._declared = declared
@@ -108,4 +116,6 @@ class Swap:
         for replica in left:
             if replica in standbys:
                 log.info("slot %d is started again: the reload is over", replica)
+                # It was a standby for a while only: the policy must not give it up as one.
+                self._driver.feed(ReplicaDown(replica, FORGOTTEN))
                 self._fleet.run(Start(replica))

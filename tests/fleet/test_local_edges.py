@@ -367,7 +367,7 @@ async def draining(site: Site, s_most: float) -> AsyncIterator[tuple[Swap, async
     first = site.desk.replicas[0]
     request = asyncio.ensure_future(asyncio.sleep(60.0))
     first.attempts.add(request)
-    swap = Swap(site.fleet, site.desk, first, frozenset({0, 1}))
+    swap = Swap(site.fleet, site.desk, site.desk, first, frozenset({0, 1}))
     drain = asyncio.ensure_future(swap.drain(s_most))
     await until("it is shut", lambda: first.held, WITHIN_S)
     try:
