@@ -14,9 +14,9 @@ import contextlib
 import importlib.resources
 import importlib.util
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
+
+from tests.answering import answering
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,21 +197,9 @@ def discovery_server() -> Iterator[str]:
     """What kubectl asks before it validates; its URL."""
     known = answers()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            kind, body = known.get(self.path.partition("?")[0], ("", b""))
-            self.send_response(200 if kind else 404)
-            self.send_header("Content-Type", kind or "text/plain")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str) -> tuple[int, str, bytes]:
+        kind, body = known.get(path.partition("?")[0], ("", b""))
+        return (200 if kind else 404), kind or "text/plain", body
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with answering(answer) as url:
+        yield url

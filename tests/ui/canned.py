@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from controller.fleet.contract import FleetView, SlotView
 from controller.gpus.view import CardView
+from tests.answering import answering
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,27 +21,14 @@ CARD, OTHER, SLICE = "GPU-11111111-aaaa", "GPU-22222222-bbbb", "MIG-33333333-ccc
 def told(answers: dict[str, object]) -> Iterator[str]:
     """Its address; paths that it has no answer to are 404. Answers may be changed meanwhile."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers.get(self.path)
-            body = msgspec.json.encode(
-                {"error": {"code": "not_found", "message": self.path}} if found is None else found
-            )
-            self.send_response(404 if found is None else 200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str) -> tuple[int, str, bytes]:
+        found = answers.get(path)
+        missing = {"error": {"code": "not_found", "message": path}}
+        body = msgspec.json.encode(missing if found is None else found)
+        return (404 if found is None else 200), "application/json", body
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join(5)
+    with answering(answer) as url:
+        yield url
 
 
 def slot(replica: int, **more: Any) -> SlotView:
