@@ -44,10 +44,8 @@ class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extras: bool = True
     """Put a ``twinkeel`` object into answers, into the last event of a stream."""
     confidence: bool = False
-    """Ask for logprobs, which the score needs, and take them out again."""
-    logprobs: Annotated[int, Meta(ge=2, le=20)] = 5
-    """Candidates asked for with ``confidence``."""
-
+    """Ask for the logprobs that the policy wants for its score, and take them out again."""
+    
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds on what callers may send, and on how slowly."""
@@ -118,6 +116,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fleet: str = ""
     """Fleet file: the servers are processes that this controller runs, or pods; then there are no
     ``upstreams``. Empty: there are."""
+    redis: str = ""
+    """Redis that several controllers share, for limits, sessions and the checkpoints of chains, such
+    as ``redis://10.0.0.9:6379/0``; empty: this controller is alone."""
+    embeddings: str = ""
+    """OpenAI-compatible server of embeddings, by which kept answers to similar questions are found;
+    empty: only those to the same question are."""
+    embeddings_model: str = ""
+    """What it calls its model; empty: the first that it names."""
+    answers_s_most: Seconds = 3600.0
+    """How long an answer is kept for callers who have to be content with it."""
+    answers_mb_most: Annotated[int, Meta(ge=1, le=100_000)] = 64
+    sample_share: Share = 0.0
+    """Of requests whose texts are kept, redacted; 0: no text ever is."""
+    redact: str = ""
+    """File with more patterns of what is redacted; empty: the usual ones only."""
 
     @property
     def data_path(self) -> Path:

@@ -25,6 +25,8 @@ class Dispatch(msgspec.Struct, frozen=True, tag="dispatch", array_like=True, gc=
     policy: str = ""
     """Whose decision it is, while a canary goes on: the first 12 digits of
     ``policy.parameters.policy_hash``; empty: only one policy rules."""
+    candidates: int = 0
+    """Logprobs to ask for, of so many likeliest candidates of each token; 0: no score is wanted."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True, gc=False):
@@ -73,6 +75,29 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag="save", array_like=True, g
     request: int
     chain: str
     step: str
+    left_ns: int = -1
+    """Of the chain's budget; -1: not told."""
+
+
+class Lease(msgspec.Struct, frozen=True, tag="lease", array_like=True, gc=False):
+    """Ask the store that several controllers share for a share of a limit (``QuotaLeased``), or for
+    a session (``SessionOwned``), for the first time or before what is held runs out."""
+
+    kind: Literal["user", "model", "all", "session"]
+    name: str
+    per_s: int = 0
+    """The whole limit, of all controllers together; 0: there is none. So for the next."""
+    in_flight: int = 0
+    used: int = 0
+    """How much is in flight here now."""
+
+
+class Release(msgspec.Struct, frozen=True, tag="release", array_like=True, gc=False):
+    """Give a session back: nothing of it is here any more. Nothing answers this."""
+
+    session: str
+    spent_ages_ns: tuple[int, ...] = ()
+    """As in ``SessionOwned``."""
 
 
 class LookUp(msgspec.Struct, frozen=True, tag="look_up", array_like=True, gc=False):
@@ -168,5 +193,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True, gc=Fa
 
 Decision = (
     Dispatch | Abort | Settled | Refused | Verify | SaveCheckpoint | LookUp | ReadProgress
-    | Start | Warm | Stop | Rotated | BreakerMoved | Scaled | Alert | Reset
+    | Start | Warm | Stop | Rotated | BreakerMoved | Scaled | Alert | Reset | Lease | Release
 )  # fmt: skip

@@ -241,6 +241,60 @@ class LookedUp(msgspec.Struct, frozen=True, tag="looked_up", array_like=True, gc
     confidence_permille: int = -1
 
 
+class ChainFound(msgspec.Struct, frozen=True, tag="chain_found", array_like=True, gc=False):
+    """A chain that this policy does not know was begun elsewhere, or before the controller was
+    killed: told before the next of its steps arrives. Nothing changes where it is known."""
+
+    user: str
+    chain: str
+    line: str
+    done: tuple[tuple[str, str], ...]
+    """Steps that are safe in the store, in order, each with its checkpoint."""
+    left_ns: int
+    """Of its budget; 0: it is over."""
+
+
+class StoreChanged(msgspec.Struct, frozen=True, tag="store", array_like=True, gc=False):
+    """How this controller stands to the store that several share."""
+
+    state: Literal["alone", "shared", "lost"]
+    """``alone`` (as it begins): every limit is all its own. ``shared``: of limits only what is
+    leased may be spent. ``lost``: it goes on with its last shares, and takes over no sessions."""
+    controllers: int = 1
+    """How many share it, this one among them, as far as it is known."""
+
+
+class QuotaLeased(msgspec.Struct, frozen=True, tag="quota", array_like=True, gc=False):
+    """This controller's share of a limit: the answer to ``Lease``."""
+
+    kind: Literal["user", "model", "all"]
+    name: str
+    """Of the user or model; empty for ``all``."""
+    per_s: int
+    """Requests that may go on in any second; -1: the limit is none, or not shared."""
+    in_flight: int
+    """Requests that may be in flight; -1: the limit is none, or not shared."""
+    for_ns: int
+    """Until it has run out: then nothing more may go on, but with the store lost."""
+
+
+class SessionOwned(msgspec.Struct, frozen=True, tag="session", array_like=True, gc=False):
+    """Whose a session is: the answer to ``Lease``. Its requests go on where it is owned."""
+
+    session: str
+    for_ns: int
+    """How long it is this controller's; 0: another has it."""
+    spent_ages_ns: tuple[int, ...] = ()
+    """How long ago, within the last second, its requests went on elsewhere; the oldest first."""
+
+
+class ReplicaShare(msgspec.Struct, frozen=True, tag="share", array_like=True, gc=False):
+    """This controller's part of what may be in flight on a replica that several send to."""
+
+    replica: int
+    permille: int
+
+
 class Forecasted(msgspec.Struct, frozen=True, tag="forecast", array_like=True, gc=False):
     """Load expected, by horizon. All tuples have the same length; horizons rise."""
 
@@ -306,5 +360,6 @@ Event = (
     Arrived | FirstToken | Finished | Failed | Cancelled | Ticked | ReplicaUp | ReplicaDown
     | Scraped | Standby | Progress | GpuRead | GpuFault | Verified | CheckpointSaved
     | CheckpointFailed | LookedUp | Forecasted | RolloutRequested | Warmed | PolicySwitched
-    | Restored | StepsRead | CanaryStarted | CanaryEnded
+    | Restored | StepsRead | CanaryStarted | CanaryEnded | ChainFound | StoreChanged
+    | QuotaLeased | SessionOwned | ReplicaShare
 )  # fmt: skip
