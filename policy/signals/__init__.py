@@ -3,7 +3,16 @@
 Drivers call these and put the numbers into events; the rest of the policy never sees a text.
 """
 
+from policy.signals.compare import Said, compare
 from policy.signals.logprobs import Certainty, certainty
-from policy.signals.text import answers_match, contradicts
+from policy.signals.text import answers_match, contradictions, contradicts
 
-__all__ = ["Certainty", "answers_match", "certainty", "contradicts"]
+__all__ = [
+    "Certainty",
+    "Said",
+    "answers_match",
+    "certainty",
+    "compare",
+    "contradictions",
+    "contradicts",
+]

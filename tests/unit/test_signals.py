@@ -1,45 +1,10 @@
-"""Whole-number features from logprobs and texts."""
+"""Does an answer contradict its prompt? Do two answers say the same?"""
 
 from __future__ import annotations
 
-from math import inf, log, nan
-
 import pytest
 
-from policy.signals import Certainty, answers_match, certainty, contradicts
-
-
-def test_a_certain_answer_has_no_entropy() -> None:
-    assert certainty([[0.0, -9999.0], [0.0, -inf]]) == Certainty(0, 0, 0)
-
-
-def test_equal_candidates_have_the_logarithm_of_their_number() -> None:
-    half, quarter = [log(1 / 2)] * 2, [log(1 / 4)] * 4
-    assert certainty([half]) == Certainty(693, 693, 1000)
-    assert certainty([half, quarter]) == Certainty(1040, 1386, 1000)
-
-
-def test_what_is_not_listed_counts_as_one_candidate() -> None:
-    assert certainty([[log(1 / 2)]]) == Certainty(693, 693, 0)
-    assert certainty([[log(1 / 4)] * 2]) == Certainty(1040, 1040, 1000)
-
-
-def test_candidates_within_three_hundredths_are_close() -> None:
-    tokens = [[log(0.5), log(0.48)], [log(0.5), log(0.46)], [log(0.46), log(0.5)], [log(0.9)]]
-    counted = certainty(tokens)
-    assert counted is not None
-    assert counted.close_permille == 250
-
-
-def test_no_logprobs_no_figures() -> None:
-    assert certainty([]) is None
-    assert certainty([[], [nan]]) is None
-    assert certainty([[], [0.0], [nan]]) == Certainty(0, 0, 0)
-
-
-def test_a_logprob_rounded_above_zero_is_certain() -> None:
-    assert certainty([[1e-6]]) == Certainty(0, 0, 0)
-
+from policy.signals import answers_match, contradicts
 
 CONTRADICTIONS = [
     ("Smoking is forbidden in the lobby.", "Smoking is allowed in the lobby."),
