@@ -7,11 +7,18 @@
        +----- enough probes succeeded, or nobody came for a window ----+
 
 A breaker belongs to one rule of the policy file and one key: the model, its version, the business
-line, the error kind, or any of them together. An outcome is a success, a failure, or neutral; an
-error of a kind that the rule does not list is neutral to it, and so are a cancelled request, a
-caller's own error, and backpressure. Neutral outcomes change no state, but free a probe's slot.
+line, the error kind, or any of them together; or a replica. An outcome is a success, a failure, or
+neutral; an error of a kind that the rule does not list is neutral to it, and so are a cancelled
+request, a caller's own error, and backpressure. Neutral outcomes change no state, but free a
+probe's slot.
 While a breaker is not closed only its probes count: other answers were asked for before it opened.
 A closed one begins with an empty window, and opening it is a new incident with the first wait.
+
+A replica's breaker does not block callers: whoever asks ``doubt`` of a replica keeps requests from
+it. It counts answers, and opens where they are so much worse than its peers' that chance does not
+explain it: what is unsure on all of them is the model. Only the peers can say so, so without them,
+or where no more of a pool may be out, it stays closed. Of two answers that a second run finds to
+differ the less certain one is bad once more, and so is, where that is not known, the first.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ import msgspec
 from policy.decisions import BreakerMoved, BreakerState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from policy.decisions import Decision
     from policy.parameters.breakers import Breakers as Section
@@ -32,8 +39,19 @@ if TYPE_CHECKING:
 NS_PER_MS = 1_000_000
 SLIDING_PARTS = 30  # of a window that slides; its oldest part leaves as a whole
 
-Key = tuple[int, str, str, str]
-"""Index of the rule; model, version and line, empty where the rule is not by them."""
+APART_SQUARED = 12
+"""How far a replica's share of bad answers must lie from its peers', in squared standard errors of
+the difference: by chance that comes once in 4,000 looks. 9 bad answers
+of 11, against 1 of 11, are about this far apart; its callers pay for every look more."""
+APART_PERMILLE = 200
+"""How far apart they must lie: replicas that get other requests differ by less, and with many
+answers even that is no chance."""
+
+Key = tuple[int, str, str, str, int]
+"""Index of the rule; model, version and line, empty where the rule is not by them; the replica, or
+-1."""
+NO_DOUBT, MAY_TRY, DOUBTED = range(3)
+"""What a replica's breaker lets in: anything, one request that tries it, nothing."""
 
 
 class Breaker(msgspec.Struct, array_like=True, gc=False):
@@ -88,9 +106,9 @@ class _Rule:
     """A rule as it is applied, times in ns. One by kind is as many rules as it has kinds."""
 
     __slots__ = (
-        "by_line", "by_model", "by_version", "consecutive", "consecutive_ns", "doubtful_below",
-        "failures", "index", "kind", "kinds", "name", "open_most_ns", "open_ns", "part_ns",
-        "parts_kept", "probe_wait_ns", "probes_most", "share_permille", "slides",
+        "by_line", "by_model", "by_replica", "by_version", "consecutive", "consecutive_ns",
+        "doubtful_below", "failures", "index", "kind", "kinds", "name", "open_most_ns", "open_ns",
+        "part_ns", "parts_kept", "probe_wait_ns", "probes_most", "share_permille", "slides",
         "successes_least", "volume", "window_ns",
     )  # fmt: skip
 
@@ -102,6 +120,7 @@ class _Rule:
         self.by_model = "model" in rule.by
         self.by_version = "version" in rule.by
         self.by_line = "line" in rule.by
+        self.by_replica = "replica" in rule.by
         self.doubtful_below = rule.low_confidence_below_permille
         self.slides = rule.windows_least == 1
         self.window_ns = rule.window_ms * NS_PER_MS
@@ -112,7 +131,7 @@ class _Rule:
         self.failures = rule.failures_least
         self.consecutive = rule.consecutive_least
         self.consecutive_ns = rule.consecutive_ms * NS_PER_MS
-        self.probes_most = rule.probes_most
+        self.probes_most = 1 if self.by_replica else rule.probes_most
         self.successes_least = rule.successes_least
         self.probe_wait_ns = rule.probe_wait_ms * NS_PER_MS
         self.open_ns = rule.open_ms * NS_PER_MS
@@ -124,6 +143,7 @@ class _Rule:
             model if self.by_model else "",
             version if self.by_version else "",
             line if self.by_line else "",
+            -1,
         )
 
     def label(self, key: Key) -> str:
@@ -135,6 +155,8 @@ class _Rule:
             text += f" version={key[2]}"
         if self.by_line:
             text += f" line={key[3]}"
+        if self.by_replica:
+            text += f" replica={key[4]}"
         return f"{text} kind={self.kind}" if self.kind else text
 
     def reached(self, bad: int, total: int) -> bool:
@@ -154,8 +176,8 @@ class Breakers:
     """All breakers of a policy."""
 
     __slots__ = (
-        "_concerned", "_due_ns", "_keys_max", "_kinds", "_not_closed", "_open_max", "_probing",
-        "_rules", "_tables",
+        "_concerned", "_doubt", "_due_ns", "_keys_max", "_kinds", "_not_closed", "_open_max",
+        "_probing", "_rules", "_tables", "_trying", "doubted", "peers_of",
     )  # fmt: skip
 
     def __init__(self, section: Section) -> None:
@@ -164,6 +186,13 @@ class Breakers:
             for kind in rule.kinds if "kind" in rule.by else ("",):
                 rules.append(_Rule(len(rules), rule, kind))
         self._rules = rules
+        self._doubt = next((rule for rule in rules if rule.by_replica), None)
+        self.peers_of: Callable[[int], Sequence[int] | None] = lambda replica: None
+        """The other replicas of its pool; None: it may not be taken out."""
+        self.doubted: dict[int, Breaker] = {}
+        """Replicas whose breaker is not closed."""
+        self._trying: dict[int, Breaker] = {}
+        """The breaker of the replica that a request tries."""
         self._kinds = frozenset([kind for rule in rules for kind in rule.kinds])
         self._keys_max = section.keys_max
         self._open_max = section.keys_max // 2
@@ -232,6 +261,83 @@ class Breakers:
             moved += self._probe_over(now_ns, request, kind, confidence_permille)
         return moved
 
+    # Replicas
+
+    def doubt(self, replica: int) -> int:
+        """NO_DOUBT, MAY_TRY or DOUBTED."""
+        breaker = self.doubted.get(replica)
+        if breaker is None:
+            return NO_DOUBT
+        return DOUBTED if breaker.phase == "open" or breaker.probes else MAY_TRY
+
+    def tried(self, request: int) -> int:
+        """The replica of which its answer says whether it can be trusted again; -1: none."""
+        breaker = self._trying.get(request)
+        return -1 if breaker is None else breaker.key[4]
+
+    def sent(self, now_ns: int, request: int, replica: int) -> None:
+        """It goes to a replica that ``MAY_TRY``: ``answered`` must be called in the end."""
+        breaker = self.doubted[replica]
+        breaker.probes.append((request, now_ns + self._rules[breaker.key[0]].probe_wait_ns))
+        self._trying[request] = breaker
+        self._wait(now_ns, breaker)
+
+    def answered(
+        self, now_ns: int, request: int, replica: int, bad: bool | None
+    ) -> Sequence[Decision]:
+        """An answer of the replica was good, bad, or (None) says nothing."""
+        rule = self._doubt
+        if rule is None:
+            return ()
+        breaker = self._trying.get(request)
+        if breaker is not None and breaker.key[4] == replica:
+            del self._trying[request]
+            breaker.probes.clear()
+            return self._judged(now_ns, breaker, bad)
+        if bad is None or replica in self.doubted:
+            return ()
+        return self._counted(
+            now_ns, self._known(now_ns, rule, (rule.index, "", "", "", replica)), bad
+        )
+
+    def low(self, score: int) -> bool | None:
+        """Is an answer with this score bad by itself? None: scores play no part."""
+        rule = self._doubt
+        if rule is None or not rule.doubtful_below:
+            return None
+        return score < rule.doubtful_below
+
+    def renewed(self, now_ns: int, replica: int) -> Sequence[Decision]:
+        """It came up anew: nothing that was counted is about what it has loaded now."""
+        rule = self._doubt
+        breaker = None
+        if rule is not None:
+            breaker = self._tables[rule.index].pop((rule.index, "", "", "", replica), None)
+        if breaker is None or breaker.phase == "closed":
+            return ()
+        return (self._close(now_ns, breaker, "renewed"),)
+
+    def _stands_out(self, now_ns: int, breaker: Breaker) -> bool:
+        """Is the replica's share of bad answers above its peers', and that not by chance?"""
+        rule = self._rules[breaker.key[0]]
+        table = self._tables[rule.index]
+        bad, total = _summed(breaker)
+        others = others_bad = 0
+        for replica in self.peers_of(breaker.key[4]) or ():
+            peer = table.get((rule.index, "", "", "", replica))
+            if peer is None or peer.phase != "closed":
+                continue
+            if rule.slides and now_ns >= peer.part_end_ns:
+                self._next_part(now_ns, peer)
+            peer_bad, peer_total = _summed(peer)
+            others_bad += peer_bad
+            others += peer_total
+        apart = bad * others - others_bad * total
+        all_bad, count = bad + others_bad, total + others
+        if not others or apart * 1000 < APART_PERMILLE * total * others or all_bad == count:
+            return False
+        return apart * apart * count >= APART_SQUARED * total * others * all_bad * (count - all_bad)
+
     def disown(self, now_ns: int) -> None:
         """Probes under way are another policy's to judge."""
         for breaker in self._not_closed.values():
@@ -242,6 +348,13 @@ class Breakers:
     def open_keys(self) -> Sequence[str]:
         """The keys of the breakers that are not closed, by rule and key."""
         return [self._rules[key[0]].label(key) for key in sorted(self._not_closed)]
+
+    def replica_of(self, label: str) -> int:
+        """The replica that the breaker of this label is about; -1: it is about callers."""
+        rule = self._doubt
+        if rule is None or not label.startswith(f"{rule.name} replica="):
+            return -1
+        return int(label.rpartition("=")[2])
 
     def about(self, label: str) -> tuple[str, str]:
         """The model and the version that the breaker of this label, which is not closed, is about;
@@ -266,7 +379,7 @@ class Breakers:
         moved: tuple[Decision, ...] = ()
         for table in self._tables:
             for key in sorted(table):
-                if key[1] != model or key[2]:
+                if key[1] != model or key[2] or key[4] >= 0:
                     continue
                 breaker = table[key]
                 if breaker.phase != "closed":
@@ -327,11 +440,15 @@ class Breakers:
         self, now_ns: int, breaker: Breaker, why: str, bad: int, total: int
     ) -> tuple[Decision, ...]:
         key = breaker.key
+        rule = self._rules[key[0]]
         if breaker.phase == "closed":
             if len(self._not_closed) >= self._open_max:
                 return ()
+            if rule.by_replica:
+                if not self._stands_out(now_ns, breaker):
+                    return ()
+                self.doubted[key[4]] = breaker
             self._not_closed[key] = breaker
-        rule = self._rules[key[0]]
         open_ns = breaker.open_ns
         breaker.open_ns = min(2 * open_ns, rule.open_most_ns)
         breaker.phase = "open"
@@ -352,7 +469,9 @@ class Breakers:
         self._release_probes(breaker)
         del self._not_closed[breaker.key]
         breaker.phase = "closed"
-        breaker.open_ns = rule.open_ns
+        if not rule.by_replica or why != "quiet":
+            breaker.open_ns = rule.open_ns  # else nobody has tried it: its wait still doubles
+        self.doubted.pop(breaker.key[4], None)
         breaker.part_end_ns = now_ns + rule.part_ns
         breaker.bad = breaker.total = breaker.run = breaker.succeeded = 0
         breaker.past.clear()
@@ -368,19 +487,25 @@ class Breakers:
         for breaker in self._probing.pop(request, ()):
             breaker.probes = [probe for probe in breaker.probes if probe[0] != request]
             bad = self._verdict(breaker, kind, confidence_permille)
-            if bad:
-                moved += self._open(now_ns, breaker, "probe", 1, breaker.succeeded + 1)
-                continue
-            if bad is not None:
-                breaker.succeeded += 1
-                if breaker.succeeded >= self._rules[breaker.key[0]].successes_least:
-                    moved += (self._close(now_ns, breaker, "probe"),)
-                    continue
-            self._wait(now_ns, breaker)
+            moved += self._judged(now_ns, breaker, bad)
         return moved
+
+    def _judged(self, now_ns: int, breaker: Breaker, bad: bool | None) -> tuple[Decision, ...]:
+        """A probe was a failure or not; None: neutral."""
+        if bad:
+            return self._open(now_ns, breaker, "probe", 1, breaker.succeeded + 1)
+        if bad is not None:
+            breaker.succeeded += 1
+            if breaker.succeeded >= self._rules[breaker.key[0]].successes_least:
+                return (self._close(now_ns, breaker, "probe"),)
+        self._wait(now_ns, breaker)
+        return ()
 
     def _release_probes(self, breaker: Breaker) -> None:
         for request, _ in breaker.probes:
+            if breaker.key[4] >= 0:
+                del self._trying[request]
+                continue
             others = [other for other in self._probing[request] if other is not breaker]
             if others:
                 self._probing[request] = others
@@ -430,6 +555,8 @@ class Breakers:
             plain: list[Breaker] = []
             doubting: list[Breaker] = []
             for rule in self._rules:
+                if rule.by_replica:
+                    continue
                 known = self._known(now_ns, rule, rule.key(model, version, line))
                 (doubting if rule.doubtful_below else plain).append(known)
             if len(self._concerned) >= self._keys_max:
@@ -471,11 +598,19 @@ class Breakers:
         self._not_closed = {}
         self._probing = {}
         self._concerned = {}
+        self.doubted = {}
+        self._trying = {}
         for kept in state.breakers:
             breaker = kept.shifted(now_ns)
             self._tables[breaker.key[0]][breaker.key] = breaker
+            replica = breaker.key[4]
             if breaker.phase != "closed":
                 self._not_closed[breaker.key] = breaker
+                if replica >= 0:
+                    self.doubted[replica] = breaker
+            if replica >= 0:
+                self._trying.update((request, breaker) for request, _ in breaker.probes)
+                continue
             for request, _ in breaker.probes:
                 self._probing.setdefault(request, []).append(breaker)
         self._arm()

@@ -43,6 +43,7 @@ from policy.events import (
     Arrived,
     CanaryStarted,
     Cancelled,
+    ChainFound,
     CheckpointFailed,
     CheckpointSaved,
     Failed,
@@ -302,6 +303,8 @@ class Canary:
                 arm = opened.arm
                 self.touch((opened.replica,))  # what it frees there is for both
             return self._of_request(arm, now_ns, event)
+        if isinstance(event, ChainFound):
+            return self._of_chain(now_ns, event)
         told = stable.step(now_ns, event)
         if stable.canary is not self:
             return list(told)
@@ -326,6 +329,16 @@ class Canary:
         elif type(event) is not Arrived:
             self._unheard = event
             self._take_back(request, job, before)
+        return made
+
+    def _of_chain(self, now_ns: int, event: ChainFound) -> Decisions:
+        """A chain is known to one of the two only: to whom its next step is to be told."""
+        step = Arrived(0, "", "chat", 0, line=event.line, user=event.user, chain=event.chain)
+        if not self._arm(step):
+            return self._stamped(0, self._rules[0].step(now_ns, event))
+        made = self._decided(1, lambda: self._rules[1].step(now_ns, event))
+        if self._broken:
+            self._unheard = event
         return made
 
     def _note(self, request: int) -> None:

@@ -10,6 +10,9 @@ recognised. Two steps of one name at the same time both run, since neither has a
 
 A chain belongs to its user. Once over, its steps are late. Who was told so, or begins another
 chain, may resume from a checkpoint: a new budget, with the steps up to that checkpoint done.
+
+What is safe in the store is done, whoever did it: a chain that was begun by another controller, or
+before this one was killed, goes on from there.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from policy.facts import NS_MOST, Illegal
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from policy.decisions import Decision
-    from policy.events import Arrived
+    from policy.events import Arrived, ChainFound
     from policy.parameters.chains import Chains as Section
     from policy.parameters.chains import Plan
 
@@ -31,6 +36,12 @@ NS_PER_MS = 1_000_000
 NO_CHAIN = ("", -1, -1)
 FAR_NS = 1 << 62
 AT_REST, SAVING = -1, -2
+
+
+def share_ns(left_ns: int, weight: int, later: int) -> int:
+    """What a step may take of what is left of its chain's budget: its weight's part, against the
+    weights of the steps after it, which are ``later`` together."""
+    return left_ns * weight // (weight + later)
 
 
 class Ruling(msgspec.Struct, frozen=True):
@@ -44,6 +55,9 @@ class Ruling(msgspec.Struct, frozen=True):
     """What the step may take from now; 0 unless it goes."""
     checkpoint: str
     """The step's own, if it is done; else the chain's last, or empty."""
+    undone: bool = False
+    """The chain goes on after the checkpoint that was asked for: what it saved after that is to be
+    forgotten."""
 
 
 class Chain(msgspec.Struct, array_like=True):
@@ -96,15 +110,21 @@ class _Plan:
 
 
 class Chains:
-    """All chains of one policy."""
+    """All chains of one policy.
+
+    Args:
+        reserve_ns: so long before its chain's end, or a tenth of its time before it if that is
+            less, a step is ended, so that what is there reaches the caller within the budget.
+    """
 
     __slots__ = (
         "_chains", "_chains_max", "_checkpoints", "_default", "_due", "_forget", "_keep_ns",
-        "_kept", "_open_max", "_plans", "_running", "_saving", "_step_limit_ns", "_step_weight",
-        "_steps", "_steps_max",
+        "_kept", "_open_max", "_plans", "_reserve_ns", "_running", "_saving", "_step_limit_ns",
+        "_step_weight", "_steps", "_steps_max",
     )  # fmt: skip
 
-    def __init__(self, section: Section) -> None:
+    def __init__(self, section: Section, reserve_ns: int = 0) -> None:
+        self._reserve_ns = reserve_ns
         self._default = _Plan(section.default)
         self._plans = {line: _Plan(plan) for line, plan in section.lines.items()}
         self._step_weight = section.step_weight
@@ -141,16 +161,18 @@ class Chains:
             chain = self._begun(now_ns, event)
         elif now_ns >= chain.end_ns or now_ns > chain.external_ns:
             chain.over = True
+        undone = False
         if chain.told and not chain.unsettled and event.resume in chain.done.values():
-            self._resumed(now_ns, chain, event.resume)
+            undone = self._resumed(now_ns, chain, event.resume)
         chain.unsettled += 1
         self._steps[event.request] = (chain, event.step)
         if chain.over:
             chain.told = True
             return Ruling("late", chain.end_ns, 0, chain.last)
         if event.step and event.step in chain.done:
-            return Ruling("done", chain.end_ns, 0, chain.done[event.step])
-        return self._gone(now_ns, chain, event)
+            return Ruling("done", chain.end_ns, 0, chain.done[event.step], undone)
+        ruling = self._gone(now_ns, chain, event)
+        return msgspec.structs.replace(ruling, undone=True) if undone else ruling
 
     def answered(self, request: int) -> bool:
         """Its answer is there: must the chain's state be saved before it is given out? Meanwhile
@@ -195,6 +217,86 @@ class Chains:
         left_ns = 0 if chain.over else max(0, chain.end_ns - now_ns)
         checkpoint = (chain.done.get(step) if step else None) or chain.last
         return checkpoint, left_ns, self._external_ns(now_ns, chain, step, left_ns)
+
+    def left_ns(self, now_ns: int, request: int) -> int:
+        """What is left of the budget of its chain; -1: it has none."""
+        known = self._steps.get(request)
+        if known is None:
+            return -1
+        chain = known[0]
+        return 0 if chain.over else max(0, chain.end_ns - now_ns)
+
+    def found(self, now_ns: int, event: ChainFound) -> None:
+        """The store has checkpoints of a chain. One that is not known goes on from there; to one
+        that is, the steps are added that it has not, but for what runs here now.
+
+        Raises:
+            Illegal: it cannot be; nothing was changed.
+        """
+        key = (event.user, event.chain)
+        chain = self._chains.get(key)
+        self._check_found(event, chain)
+        if chain is None:
+            self._forget_old(now_ns)
+            if len(self._chains) >= self._chains_max:
+                return
+            end_ns = now_ns + event.left_ns
+            chain = self._chains[key] = Chain(event.user, event.chain, event.line, end_ns)
+            # Whoever ended it has told its client.
+            chain.over = chain.told = not event.left_ns
+            heappush(self._forget, (end_ns, *key))
+        self._add_done(chain, event.done)
+
+    def _check_found(self, event: ChainFound, chain: Chain | None) -> None:
+        steps = [step for step, _ in event.done]
+        checkpoints = [checkpoint for _, checkpoint in event.done]
+        if not event.chain or not 0 <= event.left_ns <= NS_MOST:
+            raise Illegal(
+                f"chain {event.chain!r}: it has a name, and left_ns, {event.left_ns}, lies within"
+                f" 0..{NS_MOST}"
+            )
+        if len(set(steps)) < len(steps) or len(set(checkpoints)) < len(steps) or "" in checkpoints:
+            raise Illegal(f"chain {event.chain}: steps and checkpoints are each their own")
+        known = {} if chain is None else chain.done
+        key = (event.user, event.chain)
+        own = False
+        for step, checkpoint in event.done:
+            keeper = self._kept.get(checkpoint)
+            if keeper is not None and keeper[0] != event.user:
+                raise Illegal(f"chain {event.chain}: checkpoint {checkpoint} is another user's")
+            elsewhere = keeper is not None and keeper != key
+            if elsewhere and own and step not in known:
+                raise Illegal(f"chain {event.chain}: checkpoint {checkpoint} is another chain's")
+            own |= not elsewhere
+
+    def _add_done(self, chain: Chain, found: tuple[tuple[str, str], ...]) -> None:
+        """What it was resumed after comes first, then what the store has, in its order."""
+        running: set[str] = set()
+        if chain.unsettled:
+            running.update(step for other, step in self._steps.values() if other is chain)
+        before = list(chain.done.items())
+        done = dict(before[: chain.inherited])
+        known = set(chain.done.values())
+        room = self._steps_max - len(chain.done)
+        new = ""
+        for step, checkpoint in found:
+            if step in chain.done:
+                done[step] = chain.done[step]
+            elif room > 0 and not (step in running and step) and checkpoint not in known:
+                room -= 1
+                if checkpoint not in self._kept:
+                    self._kept[checkpoint] = (chain.user, chain.name)
+                elif len(done) == chain.inherited:
+                    chain.inherited += 1
+                else:
+                    continue
+                done[step] = new = checkpoint
+        chain.done = done | {step: own for step, own in before if step not in done}
+        if new:
+            chain.last = new
+            plan = self._plans.get(chain.line, self._default)
+            places = [plan.at.get(step, -1) + 1 for step in chain.done]
+            chain.next_step = max(chain.next_step, *places)
 
     def ended(self, now_ns: int) -> Sequence[int]:
         """What is under way for chains whose budget has just ended. Said once."""
@@ -296,8 +398,9 @@ class Chains:
             self._resumed(now_ns, chain, event.resume)
         return chain
 
-    def _resumed(self, now_ns: int, chain: Chain, checkpoint: str) -> None:
-        """It goes on after the checkpoint, with a new budget."""
+    def _resumed(self, now_ns: int, chain: Chain, checkpoint: str) -> bool:
+        """It goes on after the checkpoint, with a new budget. Returns whether it had gone on
+        before."""
         plan = self._plans.get(chain.line, self._default)
         steps = list(chain.done)
         places = list(chain.done.values()).index(checkpoint) + 1
@@ -311,24 +414,25 @@ class Chains:
         chain.end_ns = now_ns + plan.budget_ns
         chain.external_ns = FAR_NS
         chain.next_step = max(plan.at.get(step, -1) for step in steps[:places]) + 1
+        return places < len(steps)
 
     def _gone(self, now_ns: int, chain: Chain, event: Arrived) -> Ruling:
         plan = self._plans.get(chain.line, self._default)
         place = plan.at.get(event.step)
         left_ns = chain.end_ns - now_ns
         if place is None:
-            weight = self._step_weight
-            weights = weight + plan.later[chain.next_step]
+            weight, later = self._step_weight, plan.later[chain.next_step]
         else:
-            weight, weights = plan.weights[place], plan.later[place]
+            weight, later = plan.weights[place], plan.later[place + 1]
             chain.next_step = max(chain.next_step, place + 1)
-        share_ns = self._share_ns(left_ns, weight, weights)
-        due_ns = now_ns + share_ns if self._step_limit_ns else chain.end_ns
+        step_ns = self._share_ns(left_ns, weight, later)
+        limit_ns = step_ns if self._step_limit_ns else left_ns
+        due_ns = now_ns + limit_ns - min(self._reserve_ns, limit_ns // 10)
         chain.external_ns = FAR_NS
         chain.open.append(event.request)
         self._running[event.request] = due_ns
         heappush(self._due, (due_ns, event.request))
-        return Ruling("go", chain.end_ns, share_ns, chain.last)
+        return Ruling("go", chain.end_ns, step_ns, chain.last)
 
     def _stop(self, chain: Chain, request: int) -> None:
         """It runs no more, so the budget's end is nothing to it."""
@@ -344,10 +448,10 @@ class Chains:
             return not step
         return len(chain.done) < self._steps_max
 
-    def _share_ns(self, left_ns: int, weight: int, weights: int) -> int:
+    def _share_ns(self, left_ns: int, weight: int, later: int) -> int:
         if self._step_limit_ns:
             return min(self._step_limit_ns, left_ns)
-        return left_ns * weight // weights
+        return share_ns(left_ns, weight, later)
 
     def _external_ns(self, now_ns: int, chain: Chain, step: str, left_ns: int) -> int:
         """What the client's own step may take, if it is the next one; else -1."""
@@ -355,10 +459,10 @@ class Chains:
         place = plan.at[step] + 1 if step in plan.at else chain.next_step
         if place == len(plan.weights) or not plan.external[place]:
             return -1
-        share_ns = self._share_ns(left_ns, plan.weights[place], plan.later[place])
+        step_ns = self._share_ns(left_ns, plan.weights[place], plan.later[place + 1])
         if self._step_limit_ns and place == chain.next_step:
-            chain.external_ns = now_ns + share_ns
-        return share_ns
+            chain.external_ns = now_ns + step_ns
+        return step_ns
 
     def _forget_old(self, now_ns: int) -> None:
         """Chains that were over for long; or just over, while there are too many."""

@@ -19,13 +19,13 @@ A second run is paid from a budget that fills with the tokens served, and never 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
     from policy.decisions import Decision, Verification
-    from policy.events import Finished
+    from policy.events import Finished, Verified
     from policy.parameters.confidence import Confidence as Section
 
 Judgement = tuple[Literal["deliver", "verify", "degrade"], "Verification"]
@@ -36,6 +36,16 @@ _STREAMED: Judgement = ("deliver", "skipped_stream")
 _DOUBTED: Judgement = ("degrade", "not_needed")
 _UNPAID: Judgement = ("degrade", "skipped_budget")
 _VERIFY: Judgement = ("verify", "")
+
+
+class Budget(NamedTuple):
+    """What second runs may take."""
+
+    saved_tokens: int
+    burst_tokens: int
+    """The most that is saved up."""
+    budget_permille: int
+    """Of the tokens served."""
 
 
 class ConfidenceState(msgspec.Struct, array_like=True):
@@ -68,9 +78,15 @@ class Confidence:
         self._mean_weight = 1000 - self._worst_weight - self._close_weight
         self._contradiction_most = section.contradiction_most_permille
 
-    def score(self, event: Finished) -> int:
-        """Per mille; -1 for an answer without logprobs."""
-        if event.entropy_mean_millinats < 0:
+    def budget(self) -> Budget:
+        return Budget(self._saved // 1000, self._saved_most // 1000, self._budget_permille)
+
+    def score(self, event: Finished | Verified) -> int:
+        """Per mille; -1 for an answer without logprobs, or with a part of its figures only."""
+        figures = (
+            event.entropy_mean_millinats, event.entropy_worst_millinats, event.close_permille,
+        )  # fmt: skip
+        if min(figures) < 0:
             return -1
         score = (
             _part(event.entropy_mean_millinats, self._mean_zero) * self._mean_weight
@@ -81,11 +97,15 @@ class Confidence:
             return self._contradiction_most
         return score
 
-    def judge(self, score: int, stream: bool, tokens: int, can_verify: bool) -> Judgement:
+    def judge(
+        self, score: int, stream: bool, tokens: int, can_verify: bool, probe: bool = False
+    ) -> Judgement:
         """What becomes of an answer, and the state of its verification (empty: not yet known).
 
         ``tokens`` is what a second run costs, its prompt and output; "verify" has taken them from
         the budget. ``can_verify``: a replica that does not fail together with the first is there.
+        ``probe``: the answer says whether its replica can be trusted again; such ones are few, and
+        are verified with whatever budget there is.
         """
         if score < 0:
             return _UNSCORED
@@ -95,9 +115,9 @@ class Confidence:
             return _STREAMED
         if score < self._degrade_below:
             return _DOUBTED
-        if not can_verify or tokens * 1000 > self._saved:
+        if not can_verify or (tokens * 1000 > self._saved and not probe):
             return _UNPAID
-        self._saved -= tokens * 1000
+        self._saved = max(0, self._saved - tokens * 1000)
         return _VERIFY
 
     def served(self, tokens: int) -> None:

@@ -79,6 +79,16 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag="save", array_like=True, g
     """Of the chain's budget; -1: not told."""
 
 
+class Undo(msgspec.Struct, frozen=True, tag="undo", array_like=True, gc=False):
+    """Forget what the chain saved after this checkpoint: these steps run again. Nothing answers."""
+
+    request: int
+    """Which resumed it."""
+    user: str
+    chain: str
+    checkpoint: str
+
+
 class Lease(msgspec.Struct, frozen=True, tag="lease", array_like=True, gc=False):
     """Ask the store that several controllers share for a share of a limit (``QuotaLeased``), or for
     a session (``SessionOwned``), for the first time or before what is held runs out."""
@@ -194,4 +204,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True, gc=Fa
 Decision = (
     Dispatch | Abort | Settled | Refused | Verify | SaveCheckpoint | LookUp | ReadProgress
     | Start | Warm | Stop | Rotated | BreakerMoved | Scaled | Alert | Reset | Lease | Release
+    | Undo
 )  # fmt: skip

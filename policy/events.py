@@ -217,6 +217,11 @@ class Verified(msgspec.Struct, frozen=True, tag="verified", array_like=True, gc=
     replica: int
     verdict: Literal["match", "mismatch", "failed"]
     output_tokens: int = 0
+    entropy_mean_millinats: int = -1
+    """Of the second answer, as in ``Finished``; so for the next."""
+    entropy_worst_millinats: int = -1
+    close_permille: int = -1
+    contradiction: bool = False
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag="saved", array_like=True, gc=False):
@@ -242,8 +247,9 @@ class LookedUp(msgspec.Struct, frozen=True, tag="looked_up", array_like=True, gc
 
 
 class ChainFound(msgspec.Struct, frozen=True, tag="chain_found", array_like=True, gc=False):
-    """A chain that this policy does not know was begun elsewhere, or before the controller was
-    killed: told before the next of its steps arrives. Nothing changes where it is known."""
+    """What the store has of a chain that may have been begun elsewhere, or before the controller
+    was killed: told before the first of its steps arrives here. Where the chain is known, steps
+    that are not are added, but for those that run here now: what is safe in the store is done."""
 
     user: str
     chain: str
@@ -251,7 +257,7 @@ class ChainFound(msgspec.Struct, frozen=True, tag="chain_found", array_like=True
     done: tuple[tuple[str, str], ...]
     """Steps that are safe in the store, in order, each with its checkpoint."""
     left_ns: int
-    """Of its budget; 0: it is over."""
+    """Of its budget; 0: it is over, and may be resumed. A known chain's is not changed."""
 
 
 class StoreChanged(msgspec.Struct, frozen=True, tag="store", array_like=True, gc=False):

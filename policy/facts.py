@@ -22,6 +22,7 @@ from policy.events import (
     GpuRead,
     Progress,
     ReplicaDown,
+    ReplicaShare,
     ReplicaUp,
     Scraped,
     Standby,
@@ -84,6 +85,10 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     """How its last try failed, while it waits for another."""
     arm: int = 0
     """Whose it is, while a canary goes on: 0 the stable policy's, 1 the candidate's."""
+    answer_ns: int = 0
+    """By when its caller has something, whatever comes; 0: it waits as long as it takes."""
+    late: bool = False
+    """So little of that is left that only what is given instead can still come."""
 
 
 class Replica(msgspec.Struct, array_like=True, gc=False):
@@ -108,6 +113,8 @@ class Replica(msgspec.Struct, array_like=True, gc=False):
     """The youngest reading of its card."""
     gpu_ns: int = 0
     """When it was read."""
+    share_permille: int = 1000
+    """This controller's part of what may be in flight there."""
 
 
 class Recent(msgspec.Struct, array_like=True, gc=False):
@@ -416,13 +423,7 @@ class Facts:
         elif isinstance(event, GpuRead):
             self._gpu_read(now_ns, event)
         elif isinstance(event, Standby):
-            known = self.replicas.get(event.replica)
-            if event.replica < 0 or event.start_ns < 0 or (known is not None and known.ready):
-                raise Illegal(
-                    f"standby {event.replica} ({event.name}): its id and start_ns must be at least"
-                    " 0, and it must not be up"
-                )
-            self.highest_replica = max(self.highest_replica, event.replica)
+            self._standby(event)
         elif isinstance(event, Progress):
             self._known(event.replica)
             if event.output_tokens < 0:
@@ -435,6 +436,8 @@ class Facts:
                     f"replica {event.replica}: steps, measured_us and predicted_us, {sums}, lie"
                     f" within 0..{COUNT_MOST}"
                 )
+        elif isinstance(event, ReplicaShare):
+            self._shared(event)
         elif isinstance(event, (GpuFault, Warmed)):
             self._known(event.replica)
             if isinstance(event, GpuFault) and not 0 <= event.code <= COUNT_MOST:
@@ -508,8 +511,28 @@ class Facts:
             known.spec = event
             known.tokens_most = tokens_most
             known.ready = True
+            known.share_permille = 1000
         self.highest_replica = max(self.highest_replica, event.replica)
         self._fleet_changed()
+
+    def _standby(self, event: Standby) -> None:
+        known = self.replicas.get(event.replica)
+        if event.replica < 0 or event.start_ns < 0 or (known is not None and known.ready):
+            raise Illegal(
+                f"standby {event.replica} ({event.name}): its id and start_ns must be at least 0,"
+                " and it must not be up"
+            )
+        self.highest_replica = max(self.highest_replica, event.replica)
+
+    def _shared(self, event: ReplicaShare) -> None:
+        if not 1 <= event.permille <= 1000:
+            raise Illegal(
+                f"replica {event.replica}: the share of it is {event.permille} per mille: it lies"
+                " within 1..1000"
+            )
+        replica = self._known(event.replica)
+        if replica is not None and replica.ready:
+            replica.share_permille = event.permille
 
     def _scraped(self, now_ns: int, event: Scraped) -> None:
         least = min(
@@ -552,7 +575,12 @@ class Facts:
             self.highest,
             self.highest_replica,
             [
-                _shifted(opened, -self.now_ns, _left_ns(opened.due_ns, self.now_ns))
+                _shifted(
+                    opened,
+                    -self.now_ns,
+                    _left_ns(opened.due_ns, self.now_ns),
+                    _left_ns(opened.answer_ns, self.now_ns),
+                )
                 for opened in self.open.values()
             ],
             [_seen(replica, -self.now_ns) for replica in self.replicas.values()],
@@ -567,7 +595,9 @@ class Facts:
         facts.highest = state.highest
         facts.highest_replica = state.highest_replica
         facts.open = {
-            opened.event.request: _shifted(opened, now_ns, _due_ns(opened.due_ns, now_ns))
+            opened.event.request: _shifted(
+                opened, now_ns, _due_ns(opened.due_ns, now_ns), _due_ns(opened.answer_ns, now_ns)
+            )
             for opened in state.open
         }
         facts.replicas = {
@@ -578,13 +608,14 @@ class Facts:
         return facts
 
 
-def _shifted(opened: Open, by_ns: int, due_ns: int) -> Open:
+def _shifted(opened: Open, by_ns: int, due_ns: int, answer_ns: int) -> Open:
     return msgspec.structs.replace(
         opened,
         arrived_ns=opened.arrived_ns + by_ns,
         dispatched_ns=_moved(opened.dispatched_ns, by_ns),
         first_ns=_moved(opened.first_ns, by_ns),
         due_ns=due_ns,
+        answer_ns=answer_ns,
     )
 
 

@@ -7,7 +7,9 @@ the file, the key, the value and a near-by name; the loaders below them say wher
 from __future__ import annotations
 
 import difflib
+import math
 import re
+from decimal import Decimal
 from functools import cache
 from hashlib import blake2b
 from importlib import resources
@@ -20,6 +22,7 @@ import yaml
 
 from policy.cost import SCHEMA, Gpu, ModelShape, Profile, scale_profile
 from policy.parameters import Parameters
+from policy.parameters.chains import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,6 +32,8 @@ T = TypeVar("T")
 _PATH_IN_MESSAGE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>\$[^`]*)`)?$", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _PATH_STEP = re.compile(r"\.(?P<key>[^.\[\]]+)|\[(?P<index>\d+)\]")
+_DURATION = re.compile(r"^(?P<number>\d+(\.\d+)?) ?(?P<unit>ms|s|m|h)$")
+_UNITS_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
 _TENSOR_PARALLEL = re.compile(r"^(?P<name>[^@]+)@tp(?P<size>[1-9]\d*)$")
 
 
@@ -106,12 +111,23 @@ def load_policy(name_or_path: str | Path) -> Parameters:
         path = _presets_root() / f"{name}.yaml"
     else:
         raise FileError(name, "no such policy", value=name, hint=nearest(name, policy_names()))
-    return decode(read_document(path), Parameters, str(path))
+    return decode(_plain_chains(read_document(path), str(path)), Parameters, str(path))
 
 
 def parse_policy(text: str, source: str) -> Parameters:
     """A policy file's text; ``source`` is what errors call it."""
-    return decode(parse_document(text, source), Parameters, source)
+    return decode(_plain_chains(parse_document(text, source), source), Parameters, source)
+
+
+def load_chain(path: str | Path) -> Plan:
+    """A chain's definition in a file of its own: ``chain_timeout`` (or ``budget_ms``) and
+    ``steps``, as a plan in a policy file has them."""
+    where = str(path)
+    raw = read_document(Path(path))
+    for key in raw:
+        if key not in _CHAIN_KEYS:
+            raise FileError(where, "unknown key", key=str(key), hint=nearest(str(key), _CHAIN_KEYS))
+    return decode(_plain_plan(raw, where, ""), Plan, where, schema=None)
 
 
 @cache
@@ -194,6 +210,85 @@ def _scale_to(name: str) -> Profile:
         raise FileError(name, str(error), value=name) from error
     raw = cast("dict[str, Any]", msgspec.to_builtins(scaled))
     return decode(raw, Profile, name)
+
+
+_CHAIN_KEYS = ("budget_ms", "chain_timeout", "steps")
+
+
+def _plain_chains(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """A policy file, its chains' durations and decimals as the parameters have them. What is
+    otherwise wrong is left for ``decode`` to refuse."""
+    chains: object = raw.get("chains")
+    if not isinstance(chains, dict):
+        return raw
+    plain = dict(cast("dict[str, Any]", chains))
+    plans: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    if isinstance(plain.get("default"), dict):
+        given = cast("dict[str, Any]", plain["default"])
+        plain["default"] = _plain_plan(given, where, "chains.default.")
+        plans.append((given, plain["default"]))
+    if isinstance(plain.get("lines"), dict):
+        lines = plain["lines"] = dict(cast("dict[str, object]", plain["lines"]))
+        for line, plan in lines.items():
+            if isinstance(plan, dict):
+                given = cast("dict[str, Any]", plan)
+                lines[line] = made = _plain_plan(given, where, f"chains.lines.{line}.")
+                plans.append((given, made))
+    if "step_weight" not in plain:
+        # A step that is in no plan weighs as much as the others do: as the first plan's mean.
+        for given, plan in plans:
+            if plan.get("steps") and _has_decimals(given):
+                weights = [int(step["weight"]) for step in plan["steps"]]
+                plain["step_weight"] = max(1, sum(weights) // len(weights))
+                break
+    return raw | {"chains": plain}
+
+
+def _plain_plan(raw: dict[str, Any], where: str, at: str) -> dict[str, Any]:
+    """A plan with ``budget_ms`` for ``chain_timeout``; where a weight is a decimal, all of them are
+    in thousandths."""
+    plain = dict(raw)
+    if "chain_timeout" in plain:
+        if "budget_ms" in plain:
+            raise FileError(
+                where, "budget_ms says the same", key=f"{at}chain_timeout", hint="leave one out"
+            )
+        given: object = plain.pop("chain_timeout")
+        plain["budget_ms"] = _duration_ms(given, where, f"{at}chain_timeout")
+    if _has_decimals(raw):
+        plain["steps"] = [
+            {**step, "weight": _thousandths(step.get("weight", 1), where, f"{at}steps[{n}].weight")}
+            for n, step in enumerate(cast("list[dict[str, Any]]", raw["steps"]))
+        ]
+    return plain
+
+
+def _has_decimals(plan: dict[str, Any]) -> bool:
+    steps: object = plan.get("steps")
+    if not isinstance(steps, list):
+        return False
+    each = cast("list[object]", steps)
+    if not all(isinstance(step, dict) for step in each):
+        return False
+    return any(isinstance(cast("dict[str, Any]", step).get("weight"), float) for step in each)
+
+
+def _thousandths(weight: object, where: str, key: str) -> int:
+    number = weight if isinstance(weight, (int, float)) and not isinstance(weight, bool) else -1
+    if not (math.isfinite(number) and round(number * 1000) >= 1):
+        hint = "a number such as 0.2; steps share what is left by their weights"
+        message = f"a weight is at least 0.001, got {weight!r}"
+        raise FileError(where, message, key=key, value=weight, hint=hint)
+    return round(number * 1000)
+
+
+def _duration_ms(given: object, where: str, key: str) -> int:
+    match = _DURATION.match(given.strip()) if isinstance(given, str) else None
+    ms = Decimal(match["number"]) * _UNITS_MS[match["unit"]] if match is not None else 0
+    if ms < 1 or ms != int(ms):
+        hint = "a number and its unit, such as 8s, 800ms or 2m"
+        raise FileError(where, f"no duration: {given!r}", key=key, value=given, hint=hint)
+    return int(ms)
 
 
 def _load_table(path: Path, section: str, kind: type[T]) -> Mapping[str, T]:

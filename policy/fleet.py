@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policy.alerts import Alerts, AlertsState
+from policy.breakers import DOUBTED, MAY_TRY, NO_DOUBT
 from policy.capacity import Capacity, CapacityState, Seen, check_forecast, pool_of
 from policy.decisions import Alert, BreakerMoved, Rotated, Start, Stop
 from policy.drift import Drift, DriftState
@@ -34,7 +35,8 @@ from policy.rollout import ROLLED_BACK, Rollout, RolloutState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policy.decisions import Decision
+    from policy.breakers import Breakers
+    from policy.decisions import Decision, RotationState
     from policy.events import Event
     from policy.facts import Facts, Open
     from policy.hosts import Host
@@ -49,6 +51,8 @@ FORGOTTEN = "forgotten"
 standby or by itself, it will say anew."""
 NO_DEATH = frozenset({"stopped", "controller_lost", FORGOTTEN})
 """Reasons for being down that need no replacement: it was meant, or it will say that it is up."""
+DOUBTFUL = "doubtful"
+"""Why a replica is out of the rotation whose answers are worse than its peers'."""
 CARD_LOST = "gpu"
 """What a reason for being down begins with where the card is to blame, such as ``gpu_lost``."""
 
@@ -76,9 +80,10 @@ class Fleet:
     """
 
     __slots__ = (
-        "_facts", "_fleet_version", "_health_version", "_leader", "_queue", "_reserve_permille",
-        "_stopping", "alerts", "attention", "capacity", "drift", "guests", "health", "looped_ns",
-        "rolled_back", "rollout", "stuck",
+        "_doubts", "_doubts_seen", "_facts", "_fleet_version", "_health_version", "_leader",
+        "_out_most_permille", "_queue", "_reserve_permille", "_stopping", "alerts", "attention",
+        "capacity", "doubts_version", "drift", "guests", "health", "looped_ns", "rolled_back",
+        "rollout", "stuck",
     )  # fmt: skip
 
     def __init__(self, parameters: Parameters, facts: Facts, leader: Fleet | None = None) -> None:
@@ -88,6 +93,12 @@ class Fleet:
         """Queues of a candidate: what waits there is load, too."""
         self._reserve_permille = parameters.inflight.reserve_permille
         section = parameters.health
+        self._out_most_permille = section.ejected_most_permille
+        self._doubts: Breakers | None = None
+        self.doubts_version = 0
+        """Rises whenever what ``_doubts`` say of a replica changes."""
+        self._doubts_seen = 0
+        """Of the leader's."""
         self.health = Health(section, leads=leader is None) if section.enabled else None
         self.capacity: Capacity | None = None
         self.rollout: Rollout | None = None
@@ -123,9 +134,12 @@ class Fleet:
     def _isolated(self, replica: int) -> bool:
         return self.health is not None and self.health.state_of(replica) == "isolated"
 
-    def attach(self, queue: Tiered) -> None:
-        """The queue whose hosts are kept in line."""
+    def attach(self, queue: Tiered, doubts: Breakers | None = None) -> None:
+        """The queue whose hosts are kept in line, and the breakers that replicas have."""
         self._queue = queue
+        self._doubts = doubts
+        if doubts is not None:
+            doubts.peers_of = self._peers_of
 
     # What is due
 
@@ -218,6 +232,12 @@ class Fleet:
                 host.out = not health.takes(replica)
                 host.probing = False
                 self.attention = True
+        doubts = self._doubts
+        if self._queue.doubted and doubts is not None and doubts.doubt(replica) == MAY_TRY:
+            doubts.sent(now_ns, request, replica)
+            host = self._queue.hosts[replica]
+            host.out, host.probing = True, False
+            self.attention = True
 
     def tell(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
         """Pass on what a mechanism decided, with what follows from it."""
@@ -242,6 +262,55 @@ class Fleet:
                 cause = f"breaker open: {decision.why}"
                 self.alert(now_ns, f"breaker {decision.key}", cause, figures, decisions)
 
+    # Doubt
+
+    def _peers_of(self, replica: int) -> tuple[int, ...] | None:
+        """The others of its pool; None where no more of that may be out of the rotation."""
+        facts, gone = self._facts, self._queue.gone
+        own = facts.replicas.get(replica)
+        if own is None:
+            return None
+        pool = [
+            number
+            for number, known in facts.replicas.items()
+            if known.ready and number not in gone
+            and (known.spec.models, known.spec.pooling) == (own.spec.models, own.spec.pooling)
+        ]  # fmt: skip
+        out = sum(number != replica and self._is_out(number) for number in pool)
+        if (out + 1) * 1000 > self._out_most_permille * len(pool):
+            return None
+        return tuple(number for number in pool if number != replica)
+
+    def _is_out(self, replica: int) -> bool:
+        if self._doubt(replica) != NO_DOUBT:
+            return True
+        return self.health is not None and self.health.state_of(replica) in ("ejected", "isolated")
+
+    def _doubt(self, replica: int) -> int:
+        """What the leader doubts a candidate does not even try."""
+        if self._leader is not None and self._leader._doubt(replica) != NO_DOUBT:
+            return DOUBTED
+        return NO_DOUBT if self._doubts is None else self._doubts.doubt(replica)
+
+    @property
+    def behind(self) -> bool:
+        """Has the leader other doubts than this candidate knows?"""
+        return self._leader is not None and self._leader.doubts_version != self._doubts_seen
+
+    def doubted(self, now_ns: int, replica: int, moved: BreakerMoved, decisions: Decisions) -> None:
+        """The breaker of a replica moved: it leaves the rotation, is tried, or is back."""
+        states: dict[str, RotationState] = {
+            "open": "ejected", "half_open": "probing", "closed": "in",
+        }  # fmt: skip
+        self.doubts_version += 1
+        decisions.append(moved)
+        rotated = Rotated(replica, states[moved.state], DOUBTFUL, moved.for_ns)
+        self.tell(now_ns, (rotated,), decisions)
+        if moved.state == "open":
+            figures = (("bad", moved.bad), ("total", moved.total))
+            cause = f"{DOUBTFUL}: its answers are worse than its peers', by {moved.why}"
+            self.alert(now_ns, f"replica {self._name(replica)}", cause, figures, decisions)
+
     def _placed(self, now_ns: int, moved: Rotated) -> Rotated:
         """As it is told: one mechanism lets a replica in, and another may still keep it out."""
         replica = moved.replica
@@ -253,6 +322,9 @@ class Fleet:
         leaves |= self.capacity is not None and self.capacity.draining(replica)
         if leaves:
             return Rotated(replica, "draining", moved.why)
+        doubt = self._doubt(replica)
+        if doubt != NO_DOUBT:
+            return Rotated(replica, "ejected" if doubt == DOUBTED else "probing", moved.why)
         if self.health is None or self.health.state_of(replica) == "in":
             return moved
         state, for_ns = self.health.state_of(replica), self.health.shut_ns(now_ns, replica)
@@ -300,7 +372,7 @@ class Fleet:
         answers = moved.state == "in" and moved.why == "probe_answered"
         if answers and self.capacity is not None and replica not in self._stopping:
             self.capacity.back(replica)  # it may have hung
-        if moved.why == "backpressure" or not (out or moved.why == "silent"):
+        if moved.why in ("backpressure", DOUBTFUL) or not (out or moved.why == "silent"):
             return
         known = self._facts.replicas.get(replica)
         figures = (("in_flight", 0 if known is None else known.in_flight),)
@@ -386,14 +458,23 @@ class Fleet:
         health = self.health
         back: list[int] = []
         throttled = self._throttled(gone)
+        doubted: set[int] = set()
         for number, host in self._queue.hosts.items():
             takes = health is None or health.takes(number)
-            out = not takes or number in throttled
+            doubt = self._doubt(number)
+            if doubt:
+                doubted.add(number)
+            out = not takes or number in throttled or doubt == DOUBTED
             if host.out and not out:
                 back.append(number)
             host.out = out
-            host.probing = takes and health is not None and health.state_of(number) == "probing"
+            probing = health is not None and health.state_of(number) == "probing"
+            host.probing = not out and (probing or doubt == MAY_TRY)
+        self._queue.doubted = frozenset(doubted)
+        if self._leader is not None:
+            self._doubts_seen = self._leader.doubts_version
         if health is not None:
+            health.doubted = self._queue.doubted
             self._health_version = health.version
         return back
 
@@ -474,6 +555,10 @@ class Fleet:
         self._stopping.discard(event.replica)
         if self.health is not None:
             self.health.up(now_ns, event)
+        if self._doubts is not None:
+            for moved in self._doubts.renewed(now_ns, event.replica):
+                assert isinstance(moved, BreakerMoved)
+                self.doubted(now_ns, event.replica, moved, decisions)
         if self.drift is not None:
             self.drift.renewed(event.replica)
         if self.capacity is not None:

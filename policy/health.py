@@ -134,7 +134,7 @@ class Health:
     __slots__ = (
         "_ask_ns", "_compare_ns", "_due_ns", "_grace_ns", "_half_ns", "_hung", "_in_flight_max",
         "_ratios_most", "_section", "_slack_ns", "_stall_ns", "_standbys", "_watches", "detected",
-        "enforced", "leads", "version",
+        "doubted", "enforced", "leads", "version",
     )  # fmt: skip
 
     def __init__(self, section: Section, leads: bool = True) -> None:
@@ -152,6 +152,8 @@ class Health:
         """Replicas that hung and did not come back since, those that are down among them."""
         self._standbys: dict[int, PoolKey] = {}
         """Replicas that can be started, or are."""
+        self.doubted: frozenset[int] = frozenset()
+        """Replicas that are out for what they answer: they count as out of the pool, too."""
         self._due_ns: int | None = None
         """No later than the next instant at which anything may be due."""
         self._compare_ns: int | None = None
@@ -497,7 +499,10 @@ class Health:
         self.detected += 1
         watch.restart(now_ns)
         peers = self._peers(watch)
-        out = sum(peer.state != "in" for peer in peers)
+        out = sum(
+            peer is not watch and (peer.state != "in" or peer.replica in self.doubted)
+            for peer in peers
+        )
         allowed = (out + 1) * 1000 <= self._section.ejected_most_permille * len(peers)
         if not (allowed and self._section.enforce):
             if why != "silent" or not self._section.enforce:
@@ -528,7 +533,12 @@ class Health:
         )
         if not gone and len(peers) == 1 and watch.pool in self._standbys.values():
             return True
-        out = gone + 1 + sum(peer.state != "in" for peer in peers if peer is not watch)
+        out = gone + 1
+        out += sum(
+            peer.state != "in" or peer.replica in self.doubted
+            for peer in peers
+            if peer is not watch
+        )
         return out * 1000 <= self._section.ejected_most_permille * (gone + len(peers))
 
     # Transitions

@@ -80,13 +80,17 @@ class Host:
         """Per mille by which the predicted time is made longer for these."""
 
     def aim(self, inflight: Inflight) -> None:
-        """How much may be in flight there; ``reserve`` is to be called afterwards."""
+        """How much may be in flight there: this controller's share of the targets. ``reserve`` is
+        to be called afterwards."""
         spec = self.spec
-        self.sequences_most = max(1, spec.max_num_seqs * inflight.sequences_permille // 1000)
+        share = self.replica.share_permille
+        sequences = spec.max_num_seqs * inflight.sequences_permille // 1000
+        self.sequences_most = max(1, sequences * share // 1000)
         kv_tokens = (spec.kv_blocks - 1) * spec.block_tokens
-        self.kv_most = max(1, kv_tokens * inflight.kv_permille // 1000)
-        self.prefill_most = spec.max_num_batched_tokens * inflight.prefill_steps_milli // 1000
-        self.long_most = inflight.long_prefill_cap_tokens
+        self.kv_most = max(1, kv_tokens * inflight.kv_permille // 1000 * share // 1000)
+        prefill = spec.max_num_batched_tokens * inflight.prefill_steps_milli // 1000
+        self.prefill_most = prefill * share // 1000
+        self.long_most = inflight.long_prefill_cap_tokens * share // 1000
 
     def reserve(self, permille: int) -> None:
         """Keep this part of the targets for Turbo, and for what it lent."""

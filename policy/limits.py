@@ -7,26 +7,37 @@ A session's requests go in order of arrival, and only its first is a candidate. 
 user for one model form a lane, oldest first. While the user has room, its lanes stand in their
 models' order, where the user with the least service of late comes first. So whatever frees room
 touches the few keys concerned, never all that is parked.
+
+Where several controllers share the limits, a key has room only for what ``policy.leases`` holds of
+it here: its rate and its most change, and what went on before still counts. A session that is
+another controller's waits as if it were full.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import msgspec
+
+from policy.leases import UNUSED, Leases, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from policy.decisions import Decision
+    from policy.leases import Kind
     from policy.parameters.limits import Limits as Section
 
 PASS, PARKED, FULL = 0, 1, 2
 SECOND = 1_000_000_000
 UNLIMITED = 1 << 62
 SERVICE_MOST = 1 << 62  # service stays a 64-bit number in a snapshot
+FAR_NS = 1 << 62
+KINDS: tuple[Kind, ...] = ("session", "model", "user")
+"""What leases call the kinds of keys."""
 HALVES_MOST = 20
 """Half-lives after which all service is scaled down, so that it stays small."""
 KEEP_HALVES = 8
@@ -86,7 +97,8 @@ class Key:
     """Whose requests are counted: what goes on, and when it last did."""
 
     __slots__ = (
-        "due_ns", "in_flight", "last_ns", "most", "name", "next_stamp", "rate", "stamps", "waits",
+        "due_ns", "in_flight", "last_ns", "most", "name", "next_stamp", "rate", "size", "stamps",
+        "until_ns", "waits",
     )  # fmt: skip
     kind: ClassVar[int]
 
@@ -94,10 +106,14 @@ class Key:
         self.name = name
         self.rate = rate
         self.most = most
+        self.size = rate if rate < UNLIMITED else 0
+        """How many instants are kept: the rate may be a share of this, and that may change."""
+        self.until_ns = FAR_NS
+        """When the share that it has runs out."""
         self.in_flight = 0
         self.waits = 0
         """How many are parked."""
-        # A ring: the last ``rate`` instants at which a request went on.
+        # A ring: the last ``size`` instants at which a request went on.
         self.stamps: list[int] = []
         self.next_stamp = 0
         self.last_ns = 0
@@ -108,19 +124,24 @@ class Key:
     def full(self, now_ns: int) -> bool:
         if self.in_flight >= self.most:
             return True
-        stamps = self.stamps
-        return len(stamps) == self.rate and now_ns - stamps[self.next_stamp] < SECOND
+        rate, stamps = self.rate, self.stamps
+        return len(stamps) >= rate and now_ns - stamps[self.next_stamp - rate] < SECOND
 
     def charge(self, now_ns: int) -> None:
         self.in_flight += 1
         self.last_ns = now_ns
-        rate, stamps = self.rate, self.stamps
-        if len(stamps) < rate:
+        size, stamps = self.size, self.stamps
+        if len(stamps) < size:
             stamps.append(now_ns)
-        elif rate > 0:
+        elif size > 0:
             at = self.next_stamp
             stamps[at] = now_ns
-            self.next_stamp = at + 1 if at + 1 < rate else 0
+            self.next_stamp = at + 1 if at + 1 < size else 0
+
+    def recent(self, now_ns: int) -> list[int]:
+        """When requests went on within the last second, the oldest first."""
+        stamps, at = self.stamps, self.next_stamp
+        return [stamp for stamp in stamps[at:] + stamps[:at] if now_ns - stamp < SECOND]
 
 
 class Session(Key):
@@ -180,19 +201,20 @@ class Table(Generic[K]):
     """The keys of one kind. Whoever was quiet for ``keep_ns`` is forgotten, and, when there are
     more than ``keys_max``, who has nothing open. The key "" has no limits and always stays."""
 
-    __slots__ = ("_keep_ns", "_keys_max", "_line", "_make", "_most", "_rate", "keys")
+    __slots__ = ("_keep_ns", "_keys_max", "_line", "_make", "keys", "most", "rate")
 
     def __init__(
         self, make: Callable[[str, int, int], K], rate: int, most: int, keep_ns: int, keys_max: int
     ) -> None:
         self._make = make
-        self._rate = rate or -1
-        self._most = most or UNLIMITED
+        self.rate = rate
+        """The whole limit; 0: none. So for the next."""
+        self.most = most
         self._keep_ns = keep_ns
         self._keys_max = keys_max
         self._line: deque[K] = deque()
         """All keys but "": the first is looked at next."""
-        self.keys: dict[str, K] = {"": make("", -1, UNLIMITED)}
+        self.keys: dict[str, K] = {"": make("", UNLIMITED, UNLIMITED)}
 
     def add(self, now_ns: int, name: str) -> K:
         """A key that is not known. As many as three others are looked at, so that the quiet ones
@@ -207,7 +229,7 @@ class Table(Generic[K]):
                 del self.keys[key.name]
             else:
                 line.append(key)
-        added = self.keys[name] = self._make(name, self._rate, self._most)
+        added = self.keys[name] = self._made(name)
         added.last_ns = now_ns
         line.append(added)
         return added
@@ -217,11 +239,7 @@ class Table(Generic[K]):
             KeyState(
                 key.name,
                 key.service if isinstance(key, User) else 0,
-                [
-                    now_ns - stamp
-                    for stamp in key.stamps[key.next_stamp :] + key.stamps[: key.next_stamp]
-                    if now_ns - stamp < SECOND
-                ],
+                [now_ns - stamp for stamp in key.recent(now_ns)],
                 now_ns - key.last_ns,
             )
             for key in (self.keys[""], *self._line)
@@ -231,27 +249,43 @@ class Table(Generic[K]):
         for state in states:
             key = self.keys.get(state.name)
             if key is None:
-                key = self.keys[state.name] = self._make(state.name, self._rate, self._most)
+                key = self.keys[state.name] = self._made(state.name)
                 self._line.append(key)
             if isinstance(key, User):
                 key.service = state.service
             key.stamps = [now_ns - age_ns for age_ns in state.stamp_ages_ns]
             key.last_ns = now_ns - state.last_age_ns
 
+    def _made(self, name: str) -> K:
+        return self._make(name, self.rate or UNLIMITED, self.most or UNLIMITED)
+
 
 class Limits:
-    """All limits of one policy."""
+    """All limits of one policy.
+
+    Args:
+        leases: what of them this controller holds, where others share them.
+    """
 
     __slots__ = (
-        "_by_model", "_by_session", "_by_user", "_fair", "_global_most", "_half_life_ns",
-        "_in_flight", "_keys_max", "_models", "_now_ns", "_open_max", "_parked", "_parked_max",
-        "_request_tokens", "_scale_ns", "_sessions", "_timers", "_users", "_waiting", "_weight",
-        "_weight_until_ns",
+        "_away", "_by_model", "_by_session", "_by_user", "_ends", "_fair", "_global_most",
+        "_global_until_ns", "_half_life_ns", "_in_flight", "_keys_max", "_leases", "_models",
+        "_now_ns", "_open_max", "_parked", "_parked_max", "_request_tokens", "_scale_ns",
+        "_sessions", "_shared", "_timers", "_users", "_waiting", "_weight", "_weight_until_ns",
+        "_whole_most",
     )  # fmt: skip
 
-    def __init__(self, section: Section) -> None:
+    def __init__(self, section: Section, leases: Leases | None = None) -> None:
+        self._leases = Leases(section.keys_max) if leases is None else leases
+        self._shared = self._leases.sharing
+        self._away: dict[str, Session] = {}
+        """Sessions of which something is parked, and which are not here."""
+        self._ends: list[tuple[int, int, str]] = []
+        """A heap: (when, kind, name) of shares that run out; some may have been renewed."""
         self._fair = section.order == "least_served"
+        self._whole_most = section.global_in_flight_most
         self._global_most = section.global_in_flight_most or UNLIMITED
+        self._global_until_ns = FAR_NS
         self._half_life_ns = section.half_life_s * SECOND
         self._request_tokens = section.request_tokens if self._fair else 0
         self._open_max = section.open_max
@@ -289,6 +323,8 @@ class Limits:
             return FULL
         keys = self._keys(now_ns, user, session, model)
         owner, turn, asked = keys
+        if self._shared:
+            self._want(now_ns, keys)
         if (
             owner.full(now_ns)
             or (turn is not None and (turn.waits or turn.full(now_ns)))
@@ -356,6 +392,8 @@ class Limits:
         owner.in_flight -= 1
         if turn is not None:
             turn.in_flight -= 1
+            if self._shared:
+                turn.last_ns = now_ns  # it is given back some time after its last answer
         if self._by_model:
             model.in_flight -= 1
         if self._parked:
@@ -400,7 +438,7 @@ class Limits:
 
     def bounded_by(self, now_ns: int, section: Section) -> Limits:
         """What is in flight here, and was of late, under other limits; nothing is parked there."""
-        limits = Limits(section)
+        limits = Limits(section, self._leases)
         limits.load(msgspec.structs.replace(self.state(now_ns), parked=[]), now_ns)
         return limits
 
@@ -408,6 +446,144 @@ class Limits:
         """Is something of the session parked?"""
         turn = self._sessions.keys.get(session) if session else None
         return turn is not None and turn.waits > 0
+
+    # What is shared with other controllers
+
+    def changed(self, now_ns: int) -> None:
+        """The store's state has: every key has its share, or all of its limit."""
+        self._shared = self._leases.sharing
+        if self._whole_most and self._parked:
+            self._leases.want(now_ns, "all", "", 0, self._whole_most)
+        self._lend_global(now_ns)
+        for table in (self._users, self._sessions, self._models):
+            for key in list(table.keys.values()):
+                if key.waits:
+                    self._want_key(now_ns, key)
+                self._lend(now_ns, key)
+
+    def lent(self, now_ns: int, kind: Kind, name: str) -> None:
+        """The leases hold something else of this key now."""
+        key = None if kind == "all" else self._key(kind, name)
+        if kind == "all":
+            self._lend_global(now_ns)
+        elif key is not None:
+            self._lend(now_ns, key)
+
+    def spent(self, now_ns: int, session: str, ages_ns: Sequence[int]) -> None:
+        """So long ago requests of the session went on elsewhere. ``lent`` is to follow."""
+        turn = self._sessions.keys.get(session) if session else None
+        if turn is None or not turn.size:
+            return
+        stamps = turn.recent(now_ns)
+        stamps += [now_ns - age_ns for age_ns in ages_ns if age_ns < SECOND]
+        self._disarm(turn)
+        turn.stamps, turn.next_stamp = sorted(stamps)[-turn.size :], 0
+
+    def foreign(self, now_ns: int, session: str) -> bool:
+        """Is it a session that goes in order, and is not here?"""
+        if not (session and self._by_session):
+            return False
+        sessions = self._sessions
+        return self._leases.share(now_ns, "session", session, sessions.rate, sessions.most) is None
+
+    def away(self) -> list[int]:
+        """What is parked of sessions that are not here."""
+        return [request for turn in self._away.values() for request in turn.parked]
+
+    def use(self, kind: Kind, name: str) -> Use:
+        """What a limit is used for here; nothing, where it is none."""
+        if kind == "all":
+            if not self._whole_most:
+                return UNUSED
+            return Use(len(self._in_flight), len(self._parked), UNUSED.last_ns)
+        key = self._key(kind, name)
+        return UNUSED if key is None else Use(key.in_flight, key.waits, key.last_ns)
+
+    def _key(self, kind: Kind, name: str) -> Key | None:
+        """What has a limit that can be shared."""
+        table = self._table(KINDS.index(kind))
+        return table.keys.get(name) if name and (table.rate or table.most) else None
+
+    def _table(self, kind: int) -> Table[Session] | Table[Model] | Table[User]:
+        return (self._sessions, self._models, self._users)[kind]
+
+    def _want(self, now_ns: int, keys: Keys) -> None:
+        """Say what a request needs. What is not held has no room."""
+        for key in keys:
+            if key is not None and key.name:
+                self._want_key(now_ns, key)
+                self._lend(now_ns, key)
+        if self._whole_most:
+            self._leases.want(now_ns, "all", "", 0, self._whole_most)
+            self._lend_global(now_ns)
+        self._run_out(now_ns)
+
+    def _want_key(self, now_ns: int, key: Key) -> None:
+        table = self._table(key.kind)
+        if key.name and (table.rate or table.most):
+            self._leases.want(now_ns, KINDS[key.kind], key.name, table.rate, table.most)
+
+    def _lend(self, now_ns: int, key: Key) -> None:
+        """The key has room for its share, and for nothing without one."""
+        if not key.name:
+            return
+        table = self._table(key.kind)
+        kind = KINDS[key.kind]
+        share = self._leases.share(now_ns, kind, key.name, table.rate, table.most)
+        if share is None:
+            key.until_ns = FAR_NS
+            self._resize(now_ns, key, key.rate, 0)
+            return
+        per_s, most, until_ns = share
+        if until_ns != key.until_ns:
+            key.until_ns = until_ns
+            if until_ns < FAR_NS:
+                heappush(self._ends, (until_ns, key.kind, key.name))
+        self._resize(now_ns, key, per_s or UNLIMITED, most or UNLIMITED)
+
+    def _lend_global(self, now_ns: int) -> None:
+        share = self._leases.share(now_ns, "all", "", 0, self._whole_most)
+        if share is None:
+            self._global_most, self._global_until_ns = 0, FAR_NS
+        else:
+            self._global_most, self._global_until_ns = share[1] or UNLIMITED, share[2]
+
+    def _resize(self, now_ns: int, key: Key, rate: int, most: int) -> None:
+        """Other limits from now on; what went on within the last second counts still."""
+        if rate == key.rate and most == key.most:
+            return
+        self._now_ns = now_ns
+        self._disarm(key)
+        key.rate, key.most = rate, most
+        if not key.waits:
+            return
+        if isinstance(key, Session):
+            self._note_away(key)
+            if key.promoted and self._holds(now_ns, key):
+                self._demote(now_ns, key)
+            else:
+                self._promote(now_ns, key)
+        elif isinstance(key, User):
+            self._stand(now_ns, key)
+        elif isinstance(key, Model) and key.order:
+            self._holds(now_ns, key)
+
+    def _note_away(self, turn: Session) -> None:
+        if turn.waits and not turn.most:
+            self._away[turn.name] = turn
+        else:
+            self._away.pop(turn.name, None)
+
+    def _run_out(self, now_ns: int) -> None:
+        """Shares that have run out give no more room."""
+        ends = self._ends
+        while ends and ends[0][0] <= now_ns:
+            until_ns, kind, name = heappop(ends)
+            key = self._table(kind).keys.get(name)
+            if key is not None and key.until_ns == until_ns:
+                self._lend(now_ns, key)
+        if self._global_until_ns <= now_ns:
+            self._lend_global(now_ns)
 
     # What every mechanism has
 
@@ -441,6 +617,8 @@ class Limits:
         self._models.load(state.models, now_ns)
         for request, user, session, model in state.in_flight:
             self.adopt(request, user, session, model)
+        if self._leases.sharing:
+            self.changed(now_ns)
         for request, user, session, model in state.parked:
             self._park(now_ns, request, self._keys(now_ns, user, session, model))
 
@@ -501,6 +679,8 @@ class Limits:
             turn.waits += 1
             turn.parked.append(request)
             self._promote(now_ns, turn)
+            if not turn.most:
+                self._note_away(turn)
 
     def _promote(self, now_ns: int, turn: Session) -> None:
         """Its first request becomes a candidate, unless the session has no room."""
@@ -536,6 +716,8 @@ class Limits:
         model.waits -= 1
         if turn is not None:
             turn.waits -= 1
+            if not turn.most:
+                self._note_away(turn)
             at = bisect_left(turn.parked, request)
             del turn.parked[at]
             if at or not turn.promoted:
@@ -603,7 +785,7 @@ class Limits:
         if not key.full(now_ns):
             return False
         if not key.due_ns and key.in_flight < key.most:
-            key.due_ns = key.stamps[key.next_stamp] + SECOND
+            key.due_ns = key.stamps[key.next_stamp - key.rate] + SECOND
             insort(self._timers, (key.due_ns, key.kind, key.name))
         return True
 
@@ -615,6 +797,8 @@ class Limits:
     def _wake(self, now_ns: int) -> None:
         """Windows that have slid by now have room."""
         self._now_ns = now_ns
+        if self._shared:
+            self._run_out(now_ns)
         timers = self._timers
         while timers and timers[0][0] <= now_ns:
             _, kind, name = timers.pop(0)

@@ -20,7 +20,7 @@ import msgspec
 from policy.breakers import Breakers, BreakersState
 from policy.canary import Canary, CanaryState, place_of
 from policy.chains import Chains, ChainsState
-from policy.confidence import Confidence, ConfidenceState
+from policy.confidence import Budget, Confidence, ConfidenceState
 from policy.decisions import (
     Abort,
     BreakerMoved,
@@ -29,12 +29,14 @@ from policy.decisions import (
     Reset,
     SaveCheckpoint,
     Settled,
+    Undo,
 )
 from policy.events import (
     Arrived,
     CanaryEnded,
     CanaryStarted,
     Cancelled,
+    ChainFound,
     CheckpointFailed,
     CheckpointSaved,
     Failed,
@@ -43,13 +45,18 @@ from policy.events import (
     GpuRead,
     LookedUp,
     PolicySwitched,
+    QuotaLeased,
     ReplicaDown,
+    ReplicaShare,
     Restored,
+    SessionOwned,
+    StoreChanged,
     Ticked,
     Verified,
 )
 from policy.facts import LOOKING, SAVING, UNANSWERED, VERIFYING, Facts, FactsState, Illegal
 from policy.fleet import Fleet, FleetState
+from policy.leases import UNUSED, Kind, Leases, LeasesState, Use
 from policy.limits import FULL, PARKED, Limits, LimitsState, within
 from policy.outcomes import CALLERS_FAULT, MAYBE_RUNNING, failed
 from policy.parameters import Parameters, canonical, from_canonical
@@ -75,10 +82,12 @@ these; and while work is open no later than after the second, since what happens
 may have made something due. Nothing does so within less by default."""
 
 
+LATE = "deadline"
+"""Why a request is degraded whose time is over."""
 SALT_MOST = (1 << 63) - 1
 JUDGEMENT = (
-    "parameters", "_breakers", "_chains", "_confidence", "_fleet", "_limits", "_parked",
-    "_parked_due", "_pulse_ns", "_tiered", "_verify_below",
+    "parameters", "_breakers", "_chains", "_confidence", "_degrade_below", "_fleet", "_limits",
+    "_parked", "_parked_due", "_pulse_ns", "_tiered", "_verify_below",
 )  # fmt: skip
 """What a candidate that is kept brings with it."""
 LED = ("capacity", "rollout", "drift", "alerts")
@@ -99,6 +108,8 @@ class ServiceState(msgspec.Struct, array_like=True):
     parked: list[tuple[int, int]]
     pulse_ns: int | None
     canary: CanaryState | None = None
+    leases: LeasesState | None = None
+    """None: a candidate's, which has those of the policy that rules."""
 
 
 class _Books(NamedTuple):
@@ -124,9 +135,10 @@ class Service:
     """
 
     __slots__ = (
-        "_breakers", "_canary", "_chains", "_confidence", "_fleet", "_handlers", "_health",
-        "_later", "_limits", "_other", "_parked", "_parked_due", "_pulse_ns", "_tiered",
-        "_verify_below", "_watching", "arm", "facts", "parameters",
+        "_answers_due", "_breakers", "_canary", "_chains", "_confidence", "_degrade_below",
+        "_fleet", "_handlers", "_health", "_later", "_leases", "_limits", "_other", "_parked",
+        "_parked_due", "_pulse_ns", "_tiered", "_verify_below", "_watching", "arm", "facts",
+        "parameters",
     )  # fmt: skip
 
     def __init__(
@@ -141,9 +153,16 @@ class Service:
         self._parked: dict[int, int] = {}
         """Requests that a limit holds back: when they are due at the latest."""
         self._parked_due: list[tuple[int, int]] = []
+        self._answers_due: list[tuple[int, int]] = []
+        """When a request's fallback is due, or its time over; some have their outcome by then."""
         self._pulse_ns: int | None = None
         self._later: list[Decision] = []
         """What breakers decided on the way."""
+        self._leases: Leases = (
+            Leases(parameters.limits.keys_max) if leader is None else leader._leases
+        )
+        if leader is None:
+            self._leases.use = self._used
         self._build(parameters)
         self._handlers: dict[type, Callable[[int, Any], Sequence[Decision]]] = {
             Verified: self._verified,
@@ -154,6 +173,11 @@ class Service:
             Restored: self._back,
             CanaryStarted: self._canary_started,
             CanaryEnded: self._canary_ended,
+            ChainFound: self._chain_found,
+            StoreChanged: self._store_changed,
+            QuotaLeased: self._leased,
+            SessionOwned: self._owned,
+            ReplicaShare: self._shared,
         }
 
     def _build(self, parameters: Parameters) -> None:
@@ -165,13 +189,18 @@ class Service:
             limits = within(limits, self._other.parameters.limits)
         self._fleet: Fleet = Fleet(parameters, self.facts, fleet)
         self._tiered: Tiered = Tiered(parameters, self.facts, self._closed, self._fleet.sent, queue)
-        self._fleet.attach(self._tiered)
-        self._limits = Limits(limits) if limits.enabled else None
+        self._limits = Limits(limits, self._leases) if limits.enabled else None
         self._breakers = Breakers(parameters.breakers) if parameters.breakers.enabled else None
+        self._fleet.attach(self._tiered, self._breakers)
         confidence = parameters.confidence
         self._confidence = Confidence(confidence) if confidence.enabled else None
         self._verify_below = confidence.verify_below_permille
-        self._chains = Chains(parameters.chains) if parameters.chains.enabled else None
+        self._degrade_below = confidence.degrade_below_permille
+        self._chains = (
+            Chains(parameters.chains, parameters.classes.fallback_reserve_ms * NS_PER_MS)
+            if parameters.chains.enabled
+            else None
+        )
         self._watch()
 
     def _watch(self) -> None:
@@ -224,7 +253,9 @@ class Service:
             return (Refused(kind.__name__, str(illegal)),)
         tiered = self._tiered
         if self._fleet.attention or self._parked or tiered.gone or tiered.stranded:
-            return self._followed_up(now_ns, list(decisions))
+            decisions = self._followed_up(now_ns, list(decisions))
+        if self._leases.due_ns <= now_ns:
+            decisions = [*decisions, *self._leases.ticked(now_ns)]
         return decisions
 
     def _soon(self, now_ns: int) -> None:
@@ -245,9 +276,23 @@ class Service:
             due_ns = _earlier(due_ns, self._parked_due[0][0])
         if self._chains is not None:
             due_ns = _earlier(due_ns, self._chains.deadline_ns())
+        if self._answers_due:
+            due_ns = _earlier(due_ns, self._next_answer_ns())
+        if self._leases.sharing:
+            due_ns = _earlier(due_ns, self._leases.deadline_ns())
         if self._canary is not None:
             due_ns = _earlier(due_ns, self._canary.due_ns)
         return due_ns
+
+    def _next_answer_ns(self) -> int | None:
+        due, requests = self._answers_due, self.facts.open
+        while due:
+            at_ns, request = due[0]
+            opened = requests.get(request)
+            if opened is not None and not _is_streaming(opened):
+                return at_ns
+            heappop(due)
+        return None
 
     # A request's way
 
@@ -257,21 +302,53 @@ class Service:
             opened.arm = self.arm
         if self._watching:
             self._soon(now_ns)
+        self._promise(opened)
         if self._chains is not None and event.chain:
             ruling = self._chains.arrive(now_ns, event)
-            if ruling is not None and ruling.kind != "go":
-                return (self._ruled(now_ns, opened, ruling.kind == "done"),)
-            if ruling is not None:
+            if ruling is not None and ruling.kind == "go":
                 opened.due_ns = min(ruling.end_ns, now_ns + ruling.share_ns)
+            undone: tuple[Decision, ...] = ()
+            if ruling is not None and ruling.undone:
+                undone = (Undo(event.request, event.user, event.chain, event.resume),)
+            if ruling is not None and ruling.kind != "go":
+                return (*undone, self._ruled(now_ns, opened, ruling.kind == "done"))
+            if undone:
+                return (*undone, *self._limited(now_ns, opened))
         return self._limited(now_ns, opened)
+
+    def _promise(self, opened: Open) -> None:
+        """Its caller has something by a certain time."""
+        answer_ns = self._tiered.tags.answer_ns(opened.event)
+        if answer_ns:
+            opened.answer_ns = opened.arrived_ns + answer_ns
+            heappush(self._answers_due, (self._late_ns(opened), opened.event.request))
+            if len(self._answers_due) > 64 + 2 * len(self.facts.open):
+                self._promise_anew()
+
+    def _late_ns(self, opened: Open) -> int:
+        """When it is late; once it is, when its time is over."""
+        if opened.late:
+            return opened.answer_ns
+        reserve_ns = self.parameters.classes.fallback_reserve_ms * NS_PER_MS
+        return max(opened.arrived_ns, opened.answer_ns - reserve_ns)
+
+    def _promise_anew(self) -> None:
+        """Most entries are of requests that are settled: drop them."""
+        self._answers_due = sorted(
+            (self._late_ns(opened), request)
+            for request, opened in self.facts.open.items()
+            if opened.answer_ns and opened.arm == self.arm and not _is_streaming(opened)
+        )
 
     def _limited(self, now_ns: int, opened: Open) -> Sequence[Decision]:
         limits = self._limits
         if limits is not None:
             event = opened.event
+            if self._leases.cut_off and limits.foreign(now_ns, event.session):
+                return (self._refused(now_ns, opened, "session_elsewhere", 503),)
             verdict = limits.arrive(now_ns, event.request, event.user, event.session, event.model)
             if verdict == PARKED:
-                self._park(opened)
+                self._park(now_ns, opened)
                 return ()
             if verdict == FULL:
                 return (self._refused(now_ns, opened, "limit_full"),)
@@ -285,12 +362,13 @@ class Service:
             return self._closed(now_ns, opened, Settled(request, "answered", "", "checkpoint"))
         return self._closed(now_ns, opened, Settled(request, "degraded", "", "chain_budget"))
 
-    def _park(self, opened: Open) -> None:
+    def _park(self, now_ns: int, opened: Open) -> None:
         event = opened.event
         tags = self._tiered.tags
         due_ns = opened.arrived_ns + tags.deadline_ns(event, tags.sla(event))
         if opened.due_ns:
             due_ns = min(due_ns, opened.due_ns)
+        due_ns = max(due_ns, now_ns)  # parked anew, it may be due already
         self._parked[event.request] = due_ns
         heappush(self._parked_due, (due_ns + 1, event.request))
         if len(self._parked_due) > 64 + 2 * len(self._parked):
@@ -356,7 +434,11 @@ class Service:
         score = -1
         if self._confidence is not None:
             self._confidence.served(tokens)
-            score = self._confidence.score(event)
+            if self._tiered.candidates(opened.event):
+                score = self._confidence.score(event)
+        if score < 0 or job.lighter:
+            bad = None if score < 0 else self._is_low(score)
+            self._judge_replica(now_ns, event.request, event.replica, bad)
         if job.lighter:
             # Fallback's lighter model was not let through by a breaker: it says nothing of one.
             self._observe(now_ns, opened, "" if opened.cause else "neutral", score)
@@ -383,9 +465,15 @@ class Service:
         choice = None
         if score < self._verify_below and not event.stream:
             choice = tiered.second(opened, job)
+        tries = self._tries(event.request, opened.replica)
         action, verification = self._confidence.judge(  # type: ignore[union-attr]
-            score, event.stream, tokens, choice is not None
+            score, event.stream, tokens, choice is not None, tries
         )
+        bad = self._is_low(score)
+        if tries and action != "verify":
+            bad = None if verification == "skipped_budget" else bad or action == "degrade"
+        if not (tries and action == "verify"):
+            self._judge_replica(now_ns, event.request, opened.replica, bad)
         settled = Settled(
             event.request, "answered", NAMES[job.tier], confidence_permille=score,
             verification=verification,
@@ -408,11 +496,30 @@ class Service:
         opened = self.facts.verified(now_ns, event)
         if opened is None:
             return ()
+        self._compared(now_ns, opened, event)
         decisions = self._verification_over(now_ns, opened, event.verdict)
         if self._health is not None:
             self._health.gone(now_ns, event.request, event.replica)
             self._fleet.attention |= self._fleet.moved()
         return decisions
+
+    def _compared(self, now_ns: int, opened: Open, event: Verified) -> None:
+        """What a second run says of the two replicas. Where they differ, the less certain answer is
+        held to be the wrong one; without both scores the first, which was worth a second run."""
+        if event.verdict == "failed" or self._confidence is None or opened.pending is None:
+            return
+        request, first = event.request, opened.served
+        own, other = opened.pending.confidence_permille, self._confidence.score(event)
+        tries = self._tries(request, first)
+        if event.verdict == "match":
+            if tries or self._is_low(own) is None:  # else its score was counted
+                self._judge_replica(now_ns, request, first, False)
+        elif 0 <= other < own:
+            self._judge_replica(now_ns, request, event.replica, True)
+            if tries:
+                self._judge_replica(now_ns, request, first, None)
+        else:
+            self._judge_replica(now_ns, request, first, True)
 
     def _verification_over(self, now_ns: int, opened: Open, verdict: str) -> Decisions:
         replica = opened.replica
@@ -420,10 +527,20 @@ class Service:
         self._tiered.verification_over(opened, job)
         assert opened.pending is not None
         decisions: Decisions = []
+        score = opened.pending.confidence_permille
+        if verdict == "failed" and self._tries(job.request, opened.served):
+            self._judge_replica(now_ns, job.request, opened.served, None)
         if verdict == "mismatch":
             opened.pending = msgspec.structs.replace(opened.pending, verification="mismatch")
             self._observe(now_ns, opened, "mismatch", opened.pending.confidence_permille)
             opened.cause = "mismatch"
+            decisions += self._degraded(now_ns, opened)
+        elif verdict == "failed" and (
+            score < self._degrade_below or opened.served in self._tiered.doubted
+        ):
+            opened.pending = msgspec.structs.replace(opened.pending, verification="skipped_budget")
+            self._observe(now_ns, opened, "", score)
+            opened.cause = "low_confidence"
             decisions += self._degraded(now_ns, opened)
         else:
             # A second run that came to nothing says nothing: as if there had been no budget.
@@ -437,25 +554,47 @@ class Service:
         request = opened.event.request
         tiered = self._tiered
         parameters = self.parameters
-        blocked = opened.cause.startswith("breaker")
-        actions = parameters.breakers.actions if blocked else parameters.confidence.actions
+        answered = opened.pending is not None
+        actions = parameters.confidence.actions if answered else parameters.breakers.actions
         opened.stage = UNANSWERED
         while opened.rung < len(actions):
             action = actions[opened.rung]
             opened.rung += 1
             if action == "cached":
+                if _is_over(now_ns, opened):
+                    continue
                 opened.stage = LOOKING
                 return (LookUp(request),)
             if action == "lighter":
                 lighter = tiered.lighter_model
-                if tiered.has_lighter(opened.event) and not self._blocked(now_ns, opened, lighter):
+                if (
+                    tiered.has_lighter(opened.event)
+                    and self._is_in_time(now_ns, opened)
+                    and not self._blocked(now_ns, opened, lighter)
+                ):
                     tiered.forget(opened)
                     return tiered.admit(now_ns, opened, lighter=True, from_ns=now_ns)
                 continue
             return self._delivered(now_ns, opened, self._lesser(opened, "template"))
         if opened.pending is not None:  # there is an answer: better it, and said so, than none
             return self._delivered(now_ns, opened, self._lesser(opened, opened.cause))
-        return (self._refused(now_ns, opened, opened.cause, 503),)
+        if opened.cause == LATE and opened.tries:
+            return self._timed_out(now_ns, opened)
+        return (self._refused(now_ns, opened, opened.cause, 429 if opened.cause == LATE else 503),)
+
+    def _is_in_time(self, now_ns: int, opened: Open) -> bool:
+        """Could the lighter model still answer it?"""
+        if not opened.answer_ns:
+            return True
+        return now_ns + self._tiered.lighter_ns(opened.event) <= self._late_ns(opened)
+
+    def _timed_out(self, now_ns: int, opened: Open) -> Decisions:
+        """No replica answered it in time, and there is nothing to give instead."""
+        self._tiered.forget(opened)
+        self.facts.settle(now_ns, opened, "timeout")
+        retry_after_ns = self.parameters.shedding.retry_after_least_ms * NS_PER_MS
+        settled = failed(opened.event.request, "timeout", "", retry_after_ns)
+        return [self._closed(now_ns, opened, settled)]
 
     def _lesser(self, opened: Open, why: str, age_ns: int = 0) -> Settled:
         before = opened.pending or Settled(opened.event.request, "degraded")
@@ -477,6 +616,7 @@ class Service:
         event = opened.event
         chains = self._chains
         worth_keeping = bool(event.chain) and settled.why != "template"
+        worth_keeping &= _is_streaming(opened) or not _is_over(now_ns, opened)
         if chains is None or not worth_keeping or not chains.answered(event.request):
             return self._settled(now_ns, opened, settled)
         replica = opened.replica
@@ -484,7 +624,8 @@ class Service:
             self._tiered.answered(opened, self._tiered.jobs[event.request])
         opened.stage = SAVING
         opened.pending = settled
-        decisions: Decisions = [SaveCheckpoint(event.request, event.chain, event.step)]
+        left_ns = chains.left_ns(now_ns, event.request)
+        decisions: Decisions = [SaveCheckpoint(event.request, event.chain, event.step, left_ns)]
         if replica >= 0 and self._tiered.queued:
             decisions += self._tiered.refill(now_ns, (replica,))
         return decisions
@@ -528,6 +669,10 @@ class Service:
                 self._parked.pop(request, None)
         if self._other is not None:
             self._over_there(now_ns, request)
+        if self._breakers is not None:
+            tried = self._breakers.tried(request)
+            if tried >= 0:
+                self._judge_replica(now_ns, request, tried, None)
         if opened.gated is not None:
             if settled.outcome == "failed":
                 self._observe(now_ns, opened, settled.why, -1)
@@ -565,6 +710,8 @@ class Service:
             return self._verification_over(now_ns, opened, "failed")
         request = opened.event.request
         replica = opened.replica
+        if self._tries(request, replica):
+            self._judge_replica(now_ns, request, replica, None)
         decisions: Decisions = []
         again = self._tiered.retry(now_ns, opened, kind)
         if again is not None:
@@ -572,6 +719,10 @@ class Service:
         elif opened.pending is not None:  # the doubtful answer before is better than none
             self._observe(now_ns, opened, kind, -1)
             decisions += self._settled(now_ns, opened, self._lesser(opened, opened.cause))
+        elif opened.cause:  # the lighter model has failed it: perhaps there is another way
+            self._observe(now_ns, opened, kind, -1)
+            self._tiered.answered(opened, self._tiered.jobs[request])
+            decisions += self._degraded(now_ns, opened)
         else:
             tier = NAMES[self._tiered.jobs[request].tier]
             self._tiered.forget(opened)
@@ -629,22 +780,103 @@ class Service:
             self._later += told
             self._fleet.attention = True
 
+    def _is_low(self, score: int) -> bool | None:
+        """Is an answer bad, to its replica's breaker, by its score?"""
+        return None if self._breakers is None else self._breakers.low(score)
+
+    def _tries(self, request: int, replica: int) -> bool:
+        """Does the request try whether the replica's answers can be trusted again?"""
+        return self._breakers is not None and self._breakers.tried(request) == replica
+
+    def _judge_replica(self, now_ns: int, request: int, replica: int, bad: bool | None) -> None:
+        """Tell the replica's breaker of an answer; None: it says nothing of the replica."""
+        breakers = self._breakers
+        if breakers is None:
+            return
+        self._later += breakers.answered(now_ns, request, replica, bad)
+        if self._later or replica in breakers.doubted:
+            self._fleet.attention = True
+            host = self._tiered.hosts.get(replica)
+            if host is not None and replica in breakers.doubted:
+                host.out = True  # at once: the same event may send more
+
     # What is due
 
     def _ticked(self, now_ns: int) -> Sequence[Decision]:
         self.facts.now_ns = now_ns
         decisions: Decisions = self._tiered.ticked(now_ns)
         if self._parked:
+            if self._leases.sharing:
+                self._cut_off(now_ns, decisions)
             while self._parked_due and self._parked_due[0][0] <= now_ns:
                 _, request = heappop(self._parked_due)
                 if request in self._parked:
-                    decisions.append(self._refused(now_ns, self.facts.open[request], "limit"))
+                    decisions.append(self._waited(now_ns, self.facts.open[request]))
         if self._chains is not None:
             for request in self._chains.ended(now_ns):
                 decisions += self._out_of_budget(now_ns, self.facts.open[request])
+        due = self._answers_due
+        while due and due[0][0] <= now_ns:
+            opened = self.facts.open.get(heappop(due)[1])
+            if opened is not None and not _is_streaming(opened):
+                decisions += self._out_of_time(now_ns, opened)
         if self._pulse_ns is not None and self._pulse_ns <= now_ns:
             self._pulse(now_ns, decisions)
         return decisions
+
+    def _out_of_time(self, now_ns: int, opened: Open) -> Decisions:
+        """Its time is nearly over, so that only what is given instead can come; or over, and what
+        is there is given."""
+        request, replica = opened.event.request, opened.replica
+        over = opened.late
+        if not over:
+            opened.late = True
+            heappush(self._answers_due, (opened.answer_ns, request))
+        if request in self._parked:
+            return [self._waited(now_ns, opened)] if over else []
+        if opened.stage == SAVING:
+            assert opened.pending is not None
+            return self._settled(now_ns, opened, opened.pending) if over else []
+        if opened.stage == LOOKING:
+            return [*self._degraded(now_ns, opened)] if over else []
+        decisions: Decisions = []
+        if replica >= 0:
+            decisions.append(Abort(request, replica))
+            if self._health is not None:
+                self._health.gone(now_ns, request, replica)
+                self._fleet.attention |= self._fleet.moved()
+        if opened.stage == VERIFYING:
+            return decisions + self._verification_over(now_ns, opened, "failed")
+        replicas: tuple[int, ...] = ()
+        job = self._tiered.jobs.get(request)
+        if job is not None and replica >= 0:
+            replicas = (replica,)
+            if self._tries(request, replica):
+                self._judge_replica(now_ns, request, replica, None)
+            self._tiered.answered(opened, job)
+            opened.first_ns = None
+        elif job is not None:
+            replicas = self._tiered.waits_for(opened, job)
+            self._tiered.forget(opened)
+        self._observe(now_ns, opened, "neutral", -1)
+        opened.cause = opened.cause or LATE
+        decisions += self._degraded(now_ns, opened)
+        return decisions + self._tiered.refill(now_ns, replicas)
+
+    def _waited(self, now_ns: int, opened: Open) -> Settled:
+        """It waited for a limit until it was too late."""
+        assert self._limits is not None
+        if self._limits.foreign(now_ns, opened.event.session):
+            return self._refused(now_ns, opened, "session_elsewhere", 503)
+        return self._refused(now_ns, opened, "limit")
+
+    def _cut_off(self, now_ns: int, decisions: Decisions) -> None:
+        """With the store lost for some time, nothing will come of waiting for a session."""
+        self._leases.cut(now_ns)
+        if self._leases.cut_off and self._limits is not None:
+            for request in self._limits.away():
+                opened = self.facts.open[request]
+                decisions.append(self._refused(now_ns, opened, "session_elsewhere", 503))
 
     def _out_of_budget(self, now_ns: int, opened: Open) -> Decisions:
         """Its chain's time is over: what is there is returned."""
@@ -674,13 +906,18 @@ class Service:
         self._pulse_ns = None if pulse_ns is None else max(pulse_ns, now_ns + PULSE_LEAST_NS)
 
     def _tell_moves(self, now_ns: int, told: Sequence[Decision], decisions: Decisions) -> None:
-        """Pass on what breakers decided. One that opens may be about a version that is watched."""
-        self._fleet.tell(now_ns, told, decisions)
-        if self._breakers is None:
-            return
+        """Pass on what breakers decided. One that opens may be about a version that is watched, or
+        a replica."""
         for moved in told:
-            if isinstance(moved, BreakerMoved) and moved.state == "open":
-                model, version = self._breakers.about(moved.key)
+            assert isinstance(moved, BreakerMoved)
+            breakers = self._breakers
+            replica = -1 if breakers is None else breakers.replica_of(moved.key)
+            if replica >= 0:
+                self._fleet.doubted(now_ns, replica, moved, decisions)
+                continue
+            self._fleet.tell(now_ns, (moved,), decisions)
+            if breakers is not None and moved.state == "open":
+                model, version = breakers.about(moved.key)
                 self._fleet.breaker_opened(now_ns, model, version, moved, decisions)
 
     def _followed_up(self, now_ns: int, decisions: Decisions) -> Decisions:
@@ -736,6 +973,60 @@ class Service:
                 decisions += self._lost(now_ns, opened, kind)
         self._fleet.attention = True
 
+    # Several controllers
+
+    def _store_changed(self, now_ns: int, event: StoreChanged) -> Sequence[Decision]:
+        if not self.arm:  # one fold of facts: a candidate's leases are those of the leader
+            self._leases.changed(now_ns, event)
+            self.facts.now_ns = now_ns
+        if self._limits is not None:
+            self._limits.changed(now_ns)
+        return ()
+
+    def _leased(self, now_ns: int, event: QuotaLeased) -> Sequence[Decision]:
+        if not self.arm:
+            self._leases.leased(now_ns, event)
+            self.facts.now_ns = now_ns
+        if self._limits is not None:
+            self._limits.lent(now_ns, event.kind, event.name)
+        return ()
+
+    def _owned(self, now_ns: int, event: SessionOwned) -> Sequence[Decision]:
+        if not self.arm:
+            self._leases.owned(now_ns, event)
+            self.facts.now_ns = now_ns
+        if self._limits is not None:
+            if self._leases.gained == event.session:
+                self._limits.spent(now_ns, event.session, event.spent_ages_ns)
+            self._limits.lent(now_ns, "session", event.session)
+        return ()
+
+    def _shared(self, now_ns: int, event: ReplicaShare) -> Sequence[Decision]:
+        """So much of what may be in flight on a replica is this controller's."""
+        if not self.arm:
+            self.facts.fleet(now_ns, event)
+        self._tiered.aim_at(event.replica)
+        return self._tiered.refill(now_ns, (event.replica,)) if self._tiered.queued else ()
+
+    def _used(self, kind: Kind, name: str) -> Use:
+        """What both policies, while there are two, use a key for."""
+        own = UNUSED if self._limits is None else self._limits.use(kind, name)
+        limits = None if self._other is None else self._other._limits
+        if limits is None:
+            return own
+        if self._canary is None:
+            theirs = limits.use(kind, name)
+        else:
+            theirs = self._canary.ask(1, lambda: limits.use(kind, name), UNUSED)
+        last_ns = max(own.last_ns, theirs.last_ns)
+        return Use(max(own.used, theirs.used), own.waiting + theirs.waiting, last_ns)
+
+    def _chain_found(self, now_ns: int, event: ChainFound) -> Sequence[Decision]:
+        if self._chains is not None:
+            self._chains.found(now_ns, event)
+        self.facts.now_ns = now_ns
+        return ()
+
     # Switches and restarts
 
     def _switched(self, now_ns: int, event: PolicySwitched) -> Sequence[Decision]:
@@ -747,7 +1038,9 @@ class Service:
         self.facts.now_ns = now_ns
         self._resize_histories(new)
         old, tiered, fleet, before = self.parameters, self._tiered, self._fleet, self.mechanisms
+        self._leases.keys_max = new.limits.keys_max
         self._build(new)
+        self._leases.other_limits()
         reset = self._carried(now_ns, before, old)
         fresh = {name for name in self.mechanisms if name not in before} | set(reset)
         if "rollout" in reset:  # its parameters are times: what is under way goes on
@@ -765,6 +1058,7 @@ class Service:
             self._parked.clear()
             self._parked_due.clear()
         decisions += self._admitted_anew(now_ns, waiting, parked)
+        self._promise_anew()
         self._fleet.attention = True
         return decisions
 
@@ -843,6 +1137,9 @@ class Service:
         decisions += self.lose(now_ns)
         for replica in list(facts.replicas):
             decisions += self._fleet.told(now_ns, ReplicaDown(replica, "controller_lost"))
+        self._leases.forget()
+        if self._limits is not None:
+            self._limits.changed(now_ns)
         return decisions
 
     def lose(self, now_ns: int) -> Decisions:
@@ -888,6 +1185,7 @@ class Service:
             raise Illegal(f"the candidate raised {place_of(error)}") from error
         self.facts.now_ns = now_ns
         self._go_beside(canary, candidate)
+        self._leases.other_limits()
         decisions: Decisions = [Reset(tuple(reset))] if reset else []
         return decisions + canary.begun(now_ns)
 
@@ -947,6 +1245,7 @@ class Service:
         self._alone()
         for opened in self.facts.open.values():
             opened.arm = 0
+        self._promise_anew()
         reset += self._take_in(now_ns, ended)
         waiting = self._tiered.take_in(ended.queue)
         decisions: Decisions = [Reset(tuple(reset))] if reset else []
@@ -1054,6 +1353,7 @@ class Service:
         facts.recount()
         for opened in facts.open.values():
             opened.arm = 0
+        self._promise_anew()
 
     def _succeeded(self, now_ns: int, candidate: Service) -> list[str]:
         """The candidate's judgement becomes this one's, and runs the fleet from now on. Returns
@@ -1123,6 +1423,7 @@ class Service:
     def unsettled(self) -> bool:
         """Has something been set off that is not carried to its end?"""
         fleet = self._fleet
+        fleet.attention |= fleet.behind
         return fleet.attention or bool(fleet.stuck or self._tiered.stranded)
 
     def attend(self) -> None:
@@ -1134,6 +1435,10 @@ class Service:
         return self._followed_up(now_ns, [])
 
     # What people and snapshots see
+
+    def verification(self) -> Budget | None:
+        """What second runs may take; None: no answer is scored."""
+        return None if self._confidence is None else self._confidence.budget()
 
     def scores(self, event: Arrived) -> list[Score]:
         """How the replicas that serve the event's model look to it now."""
@@ -1170,6 +1475,7 @@ class Service:
                 parked=[(request, due_ns - now_ns) for request, due_ns in self._parked.items()],
                 pulse_ns=None if self._pulse_ns is None else self._pulse_ns - now_ns,
                 canary=None if self._canary is None else self._canary.state(),
+                leases=None if self.arm else self._leases.state(now_ns),
             )
         )
 
@@ -1190,6 +1496,8 @@ class Service:
         return service
 
     def _load(self, state: ServiceState, now_ns: int) -> None:
+        if state.leases is not None:
+            self._leases.load(state.leases, now_ns)
         for name in ("limits", "breakers", "confidence", "chains"):
             saved = getattr(state, name)
             if saved is not None:
@@ -1198,6 +1506,7 @@ class Service:
         self._fleet.load(state.fleet, now_ns)
         self._parked = {request: due_ns + now_ns for request, due_ns in state.parked}
         self._parked_due = sorted((due_ns + 1, request) for request, due_ns in self._parked.items())
+        self._promise_anew()
         self._pulse_ns = None if state.pulse_ns is None else state.pulse_ns + now_ns
 
 
@@ -1220,6 +1529,16 @@ def _taken_off(known: Open) -> Settled | None:
     known.kv_tokens = known.prefill_tokens = 0
     known.long = False
     return settled
+
+
+def _is_streaming(opened: Open) -> bool:
+    """Has its caller a part of the answer already?"""
+    return opened.event.stream and opened.first_ns is not None
+
+
+def _is_over(now_ns: int, opened: Open) -> bool:
+    """Has its caller waited as long as it does?"""
+    return 0 < opened.answer_ns <= now_ns
 
 
 def _learns_otherwise(old: Parameters, new: Parameters) -> bool:

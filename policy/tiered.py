@@ -116,11 +116,12 @@ class Tiered:
     """
 
     __slots__ = (
-        "_assumed", "_bytes_per_token_most", "_close", "_complexity", "_engine_priority",
-        "_facts", "_inflight", "_latest", "_leader", "_optimism", "_parameters", "_pools",
-        "_prefills", "_reserve_permille", "_retrying", "_sent", "_serving_embeddings",
-        "_serving_text", "_shares", "_shedding", "_waits", "counting", "gone", "hosts", "jobs",
-        "lighter_model", "offered", "placer", "queued", "queued_again", "split", "stranded", "tags",
+        "_assumed", "_bytes_per_token_most", "_candidates", "_close", "_complexity",
+        "_engine_priority", "_facts", "_inflight", "_latest", "_leader", "_optimism",
+        "_parameters", "_pools", "_prefills", "_reserve_permille", "_retrying", "_scored_lines",
+        "_sent", "_serving_embeddings", "_serving_text", "_shares", "_shedding", "_waits",
+        "counting", "doubted", "gone", "hosts", "jobs", "lighter_model", "offered", "placer",
+        "queued", "queued_again", "split", "stranded", "tags",
     )  # fmt: skip
 
     def __init__(
@@ -143,6 +144,9 @@ class Tiered:
         self.placer = Placer(parameters.placement)
         self.gone: frozenset[int] = frozenset()
         """Replicas that are up and will take no new work any more."""
+        self.doubted: frozenset[int] = frozenset()
+        """Replicas whose answers are doubted: only one that can be judged before it is given out
+        may be asked of them, and none be verified there."""
         self.stranded: list[Open] = []
         """Requests that a lighter model was to answer, and will not."""
         self.counting = False
@@ -157,6 +161,9 @@ class Tiered:
         self.lighter_model = tiers.fallback_model
         self._bytes_per_token_most = parameters.estimates.bytes_per_token_most
         self._engine_priority = parameters.inflight.engine_priority
+        confidence = parameters.confidence
+        self._candidates = confidence.candidates_most if confidence.enabled else 0
+        self._scored_lines = frozenset(confidence.lines)
         self._shares = (
             0, tiers.lent_least_permille, tiers.stable_least_permille, tiers.batch_least_permille,
             tiers.fallback_least_permille,
@@ -244,6 +251,13 @@ class Tiered:
             host.aim(inflight)
             host.reserve(self._reserve_permille)
 
+    def aim_at(self, number: int) -> None:
+        """This controller's part of a replica has changed."""
+        host = self.hosts.get(number)
+        if host is not None:
+            host.aim(self._inflight)
+            host.reserve(self._reserve_permille)
+
     def reserve(self, permille: int) -> None:
         """Keep this part of every replica for Turbo."""
         if permille != self._reserve_permille:
@@ -279,6 +293,8 @@ class Tiered:
             hosts = self.serving(self.lighter_model, event)
         if opened.due_ns and from_ns == opened.arrived_ns:
             job.due_ns = min(job.due_ns, opened.due_ns)
+        if opened.answer_ns:
+            job.due_ns = min(job.due_ns, opened.answer_ns)
         self.jobs[event.request] = job
         self._retrying += bool(opened.tried)
         if self.counting:
@@ -343,6 +359,7 @@ class Tiered:
             host
             for host in self._hosts_for(opened.event, job)
             if host.number != served.replica and not host.probing
+            and host.number not in self.doubted
             and not (served.domain and host.spec.domain == served.domain)
         ]  # fmt: skip
         return self.placer.choose(others, job, (), opened.event.model)
@@ -433,6 +450,8 @@ class Tiered:
         """To the replica with room where it is done soonest; None if none has room."""
         if self.split is not None:
             avoid = [*avoid, *self.split.others_wait(self, hosts)]
+        if self.doubted and not self._may_try(opened.event):
+            avoid = [*avoid, *self.doubted]
         best = self.placer.choose(hosts, job, avoid, opened.event.model)
         if best is None:
             return None
@@ -456,7 +475,21 @@ class Tiered:
         self._sent(now_ns, job.request, number, heard_ns)
         priority = job.tier if self._engine_priority else 0
         model = self.lighter_model if job.lighter else ""
-        return Dispatch(job.request, number, NAMES[job.tier], priority, model)
+        candidates = self.candidates(opened.event)
+        return Dispatch(
+            job.request, number, NAMES[job.tier], priority, model, candidates=candidates
+        )
+
+    def candidates(self, event: Arrived) -> int:
+        """How many candidates of each token are asked for, so that its answer can be scored."""
+        if event.endpoint == "embeddings":
+            return 0
+        lines = self._scored_lines
+        return self._candidates if not lines or event.line in lines else 0
+
+    def _may_try(self, event: Arrived) -> bool:
+        """Can its answer be judged before its caller has any of it?"""
+        return not event.stream and self.candidates(event) > 0
 
     def _assume(self, now_ns: int, request: int, number: int, prefill_ns: int) -> None:
         """Its first token is not reported if it is no stream; its prefill must be over by then.
@@ -632,7 +665,9 @@ class Tiered:
                 self._shed_late(now_ns, job, decisions)
                 return MOVED  # the turns are others now
             opened = self._facts.open[job.request]
-            if number in opened.tried:
+            if number in opened.tried or (
+                number in self.doubted and not self._may_try(opened.event)
+            ):
                 _pass(passed, lane, job)
                 continue
             need = host.need(job.prompt_tokens, job.output_tokens, job.keys, job.block_tokens)
@@ -813,6 +848,20 @@ class Tiered:
     def _hosts_for(self, event: Arrived, job: Job) -> tuple[Host, ...]:
         return self.serving(self.lighter_model if job.lighter else event.model, event)
 
+    def lighter_ns(self, event: Arrived) -> int:
+        """How long the lighter model takes for it at least, as predicted: until its first token, or
+        its whole answer where it is no stream. Only where ``has_lighter``."""
+        hosts = self.serving(self.lighter_model, event)
+        job = self._judged(0, event, hosts)
+        soonest = 1 << 62
+        for host in hosts:
+            need = host.need(job.prompt_tokens, job.output_tokens, job.keys, job.block_tokens)
+            ticks = host.prefill_ticks(need)
+            if not event.stream:
+                ticks += job.output_tokens * host.step_ticks()
+            soonest = min(soonest, ticks)
+        return soonest // TICKS_PER_NS
+
     def has_lighter(self, event: Arrived) -> bool:
         """Is there another model than its own that could answer it?"""
         lighter = self.lighter_model
@@ -873,6 +922,7 @@ class Tiered:
         """Know of the replicas, and of how long things take, what a queue with other parameters
         does."""
         self.gone = before.gone
+        self.doubted = before.doubted
         self.counting = before.counting
         self.offered = before.offered
         for host in before.hosts.values():

@@ -70,9 +70,9 @@ class Tags:
     """Gives each request its SLA class, its deadline and its tier."""
 
     __slots__ = (
-        "_aging_ns", "_boost_permille", "_deadlines_ns", "_default_class", "_errors_permille",
-        "_lend_from", "_lend_ns", "_lines", "_promises_ns", "_stable_max", "_strikes",
-        "_turbo_max",
+        "_aging_ns", "_answers_ns", "_boost_permille", "_deadlines_ns", "_default_class",
+        "_errors_permille", "_lend_from", "_lend_ns", "_lines", "_promises_ns", "_stable_max",
+        "_strikes", "_turbo_max",
     )  # fmt: skip
 
     def __init__(self, classes: Classes, tiers: Tiers) -> None:
@@ -80,6 +80,11 @@ class Tags:
             "P0": classes.p0_deadline_ms * NS_PER_MS,
             "P1": classes.p1_deadline_ms * NS_PER_MS,
             "P2": classes.p2_deadline_ms * NS_PER_MS,
+        }
+        self._answers_ns = {
+            "P0": classes.p0_answer_ms * NS_PER_MS,
+            "P1": classes.p1_answer_ms * NS_PER_MS,
+            "P2": classes.p2_answer_ms * NS_PER_MS,
         }
         self._default_class: str = classes.default_class
         self._lines = classes.lines
@@ -115,6 +120,12 @@ class Tags:
         if line is not None and line.deadline_ms:
             return line.deadline_ms * NS_PER_MS
         return self._deadlines_ns[sla]
+
+    def answer_ns(self, event: Arrived) -> int:
+        """From arrival to the answer, however it comes about: its class's, or the caller's own
+        deadline where that is later; 0: without an end."""
+        answer_ns = self._answers_ns[self.sla(event)]
+        return answer_ns and max(answer_ns, event.deadline_ns)
 
     def tier(self, sla: str, flops: int, strikes: int) -> int:
         """``strikes`` counts consecutive time-outs and out-of-memory failures."""

@@ -71,7 +71,7 @@ QUEUE_ALONE: dict[str, Any] = {
         "limits", "breakers", "confidence", "chains", "health", "capacity", "rollout", "drift",
         "alerts",
     )
-}  # fmt: skip
+} | {"classes": {"p0_answer_ms": 0, "p1_answer_ms": 0, "p2_answer_ms": 0}}  # fmt: skip
 """Sections of a policy file that leave the tiered queue to itself."""
 
 

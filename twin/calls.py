@@ -31,7 +31,7 @@ class Call:
     """A request, and what became of it so far. Times in ns; -1: it never came to that."""
 
     __slots__ = (
-        "answered_ns", "arrival_ns", "chunk", "correct", "dispatched_ns", "first_ns",
+        "answered_ns", "arrival_ns", "candidates", "chunk", "correct", "dispatched_ns", "first_ns",
         "first_out_ns", "gone", "last_ns", "model", "replica", "row", "second", "seq", "tries",
     )  # fmt: skip
 
@@ -49,6 +49,8 @@ class Call:
         """Of the last try."""
         self.model = ""
         """Asked for instead of the caller's."""
+        self.candidates = 0
+        """Logprobs asked for; 0: the answer comes without."""
         self.tries = 0
         self.seq: Sequence | None = None
         """The try that the controller listens to."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from policy.decisions import (
     LookUp,
     ReadProgress,
@@ -97,8 +99,16 @@ class Errands:
         call.second = None
         seq.data = None
         tokens = 0 if seq.pooling else seq.outputs
-        verdict = world.agree(request, call.correct, correct)
-        world.runner.feed(Verified(request, where, verdict, tokens))
+        verified = Verified(request, where, world.agree(request, call.correct, correct), tokens)
+        if features is not None and call.candidates:
+            verified = msgspec.structs.replace(
+                verified,
+                entropy_mean_millinats=features.entropy_mean_millinats,
+                entropy_worst_millinats=features.entropy_worst_millinats,
+                close_permille=features.close_permille,
+                contradiction=features.contradiction,
+            )
+        world.runner.feed(verified)
 
     def verification_failed(self, call: Call, seq: Sequence) -> None:
         """No second answer will come."""

@@ -380,6 +380,7 @@ class World:
         call.first_ns = call.first_out_ns = call.last_ns = call.answered_ns = -1
         call.replica = decision.replica
         call.model = decision.model
+        call.candidates = decision.candidates
         call.tries += 1
         call.seq = seq = Sequence(
             request, chunk.prompt_tokens[row], chunk.output_tokens[row], chunk.max_tokens[row],
@@ -443,6 +444,8 @@ class World:
         if features is None:
             return finished
         call.correct = int(features.correct)
+        if not call.candidates:  # no logprobs were asked for
+            return finished
         return msgspec.structs.replace(
             finished,
             entropy_mean_millinats=features.entropy_mean_millinats,

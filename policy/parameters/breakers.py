@@ -11,7 +11,7 @@ from policy.parameters.section import Permille, Section
 Action = Literal["cached", "lighter", "template"]
 """What is done instead: a similar answer that is kept, a lighter model, a structured template."""
 ACTIONS: tuple[Action, ...] = ("cached", "lighter", "template")
-KeyPart = Literal["model", "version", "line", "kind"]
+KeyPart = Literal["model", "version", "line", "kind", "replica"]
 FailureKind = Literal[
     "timeout", "oom", "http_5xx", "stream_cut", "empty", "malformed", "silent", "replica_lost",
     "controller_lost", "mismatch",
@@ -28,7 +28,12 @@ class Rule(Section, frozen=True, forbid_unknown_fields=True):
     ]
     by: Annotated[
         tuple[KeyPart, ...],
-        Meta(description="What has a breaker of its own; kind: each of the kinds; empty: all one."),
+        Meta(
+            description="What has a breaker of its own; kind: each of the kinds; empty: all one."
+            " replica: alone, and for mismatches and low confidence only. Such a breaker opens"
+            " where the replica's answers are worse than its peers', and takes the replica out of"
+            " the rotation in place of its callers."
+        ),
     ] = ("model",)
     kinds: Annotated[
         tuple[FailureKind, ...],
@@ -95,7 +100,7 @@ class Rule(Section, frozen=True, forbid_unknown_fields=True):
             ge=1,
             le=100,
             description="Requests at a time that may try a half-open breaker: callers who may be"
-            " let down.",
+            " let down. A replica is always tried by one.",
         ),
     ] = 2
     successes_least: Annotated[
@@ -137,6 +142,11 @@ class Rule(Section, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"rule {self.name} is by version: add model, whose version it is")
         if "kind" in self.by and self.low_confidence_below_permille:
             raise ValueError(f"rule {self.name} is by kind, and low confidence is none")
+        if "replica" in self.by and (len(self.by) > 1 or set(self.kinds) - {"mismatch"}):
+            raise ValueError(
+                f"rule {self.name} is by replica, and has {', '.join((*self.by, *self.kinds))}: it"
+                " stands alone, with no kind but mismatch (errors are the health section's)"
+            )
         if self.open_ms > self.open_most_ms:
             raise ValueError(
                 f"rule {self.name}: open_ms is {self.open_ms}, above open_most_ms,"
@@ -171,6 +181,20 @@ DEFAULT_RULES = (
         open_ms=60_000,  # weights do not heal in seconds, and each try lets someone down
         open_most_ms=120_000,
     ),
+    Rule(
+        name="doubtful",
+        by=("replica",),
+        kinds=("mismatch",),
+        low_confidence_below_permille=650,  # what is worth a second run: peers say what is usual
+        window_ms=60_000,
+        share_permille=400,
+        volume_least=8,  # seconds of load; how sure that is, the comparison with its peers says
+        failures_least=6,
+        successes_least=4,
+        probe_wait_ms=60_000,  # a long answer, and the second run of it
+        open_ms=30_000,
+        open_most_ms=600_000,
+    ),
 )
 
 
@@ -183,7 +207,7 @@ class Breakers(Section, frozen=True, forbid_unknown_fields=True):
         Meta(
             description="One breaker for each rule and key: 0.5 % errors in 5 minutes, 5 transport"
             " failures in a row, or a confidence below 0.3 in 15 % of the answers of each of 3"
-            " minutes.",
+            " minutes; and for a replica 40 % mismatches or answers below 0.65 in a minute.",
             max_length=20,
         ),
     ] = DEFAULT_RULES
@@ -208,5 +232,8 @@ class Breakers(Section, frozen=True, forbid_unknown_fields=True):
         names = [rule.name for rule in self.rules]
         if len(set(names)) < len(names):
             raise ValueError(f"two rules have one name: {', '.join(names)}")
+        by_replica = [rule.name for rule in self.rules if "replica" in rule.by]
+        if len(by_replica) > 1:
+            raise ValueError(f"two rules are by replica: {', '.join(by_replica)}")
         if len(set(self.actions)) < len(self.actions):
             raise ValueError(f"an action stands twice: {', '.join(self.actions)}")

@@ -17,7 +17,11 @@ class Step(Section, frozen=True, forbid_unknown_fields=True):
 
     name: Annotated[str, Meta(min_length=1, description="As the caller names it.")]
     weight: Annotated[
-        Weight, Meta(description="Its share of what is left, against the steps after it.")
+        Weight,
+        Meta(
+            description="Its share of what is left, against the steps after it. In a file also a"
+            " decimal, such as 0.2: then all of the plan are counted in thousandths."
+        ),
     ] = 1
     external: Annotated[
         bool, Meta(description="The client's own step, such as a tool: it does not come by here.")
@@ -33,7 +37,7 @@ class Plan(Section, frozen=True, forbid_unknown_fields=True):
             ge=1,
             le=86_400_000,
             description="ms from the first step's arrival to the last answer; 8 s is about as long"
-            " as somebody waits for an agent without a sign of it.",
+            " as somebody waits for an agent without a sign of it. Also chain_timeout: 8s.",
         ),
     ] = 8000
     steps: Annotated[

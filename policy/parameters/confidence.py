@@ -14,6 +14,24 @@ class Confidence(Section, frozen=True, forbid_unknown_fields=True):
     """How far an answer is trusted, and when it is run a second time."""
 
     enabled: Annotated[bool, Meta(description="Off: as if it were not there.")] = True
+    candidates_most: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=20,
+            description="Likeliest candidates of each token that the engine is asked for; 20 is"
+            " the most that vLLM gives, and what lies outside of them is only bounded. 0: no"
+            " answer is scored.",
+        ),
+    ] = 20
+    lines: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=1000,
+            description="Business lines whose answers are scored: logprobs cost the engine time."
+            " Empty: all.",
+        ),
+    ] = ()
     verify_below_permille: Annotated[
         int,
         Meta(
@@ -31,6 +49,21 @@ class Confidence(Section, frozen=True, forbid_unknown_fields=True):
             " would only confirm that the model does not know."
         ),
     ] = 300
+    gap_min_permille: Annotated[
+        Permille,
+        Meta(
+            description="Per mille of probability between a token's two likeliest candidates; at"
+            " temperature 0 two runs that part where it is smaller do not contradict each other:"
+            " batching alone decides such near-ties."
+        ),
+    ] = 30
+    same_tokens_permille: Annotated[
+        Permille,
+        Meta(
+            description="Per mille of the tokens that two sampled answers have in common, in"
+            " order, from which they say the same."
+        ),
+    ] = 500
     budget_permille: Annotated[
         int,
         Meta(
@@ -106,6 +139,8 @@ class Confidence(Section, frozen=True, forbid_unknown_fields=True):
     ] = ACTIONS
 
     def __post_init__(self) -> None:
+        if self.candidates_most == 1:
+            raise ValueError("candidates_most is 1: a score compares the two likeliest at least")
         if self.degrade_below_permille > self.verify_below_permille:
             raise ValueError(
                 f"degrade_below_permille is {self.degrade_below_permille}, above"

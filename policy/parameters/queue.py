@@ -40,6 +40,33 @@ class Classes(Section, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, le=3_600_000, description="ms to first token, background: nobody looks on."),
     ] = 10_000
+    p0_answer_ms: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=86_400_000,
+            description="ms from arrival to the whole answer, or to a stream's first token, all"
+            " tries, a second run and what is given instead together: after that nobody waits."
+            " A caller's own deadline counts where it is later. 0: none.",
+        ),
+    ] = 15_000
+    p1_answer_ms: Annotated[
+        int,
+        Meta(ge=0, le=86_400_000, description="ms, the same; about what HTTP clients wait."),
+    ] = 60_000
+    p2_answer_ms: Annotated[
+        int,
+        Meta(ge=0, le=86_400_000, description="ms, the same; what a job's client library waits."),
+    ] = 600_000
+    fallback_reserve_ms: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=60_000,
+            description="ms of that kept for a kept answer or a template: without an answer by"
+            " then, the request is taken off its replica.",
+        ),
+    ] = 300
     lines: Annotated[
         dict[str, Line], Meta(description="Business lines by name: {sla: P0, deadline_ms: 0}.")
     ] = msgspec.field(default_factory=dict[str, Line])
@@ -50,6 +77,12 @@ class Classes(Section, frozen=True, forbid_unknown_fields=True):
                 f"deadlines must not fall from P0 to P2, but are {self.p0_deadline_ms},"
                 f" {self.p1_deadline_ms} and {self.p2_deadline_ms} ms"
             )
+        for answer_ms in (self.p0_answer_ms, self.p1_answer_ms, self.p2_answer_ms):
+            if 0 < answer_ms <= self.fallback_reserve_ms:
+                raise ValueError(
+                    f"an answer in {answer_ms} ms leaves nothing beside fallback_reserve_ms,"
+                    f" {self.fallback_reserve_ms}"
+                )
 
 
 class Tiers(Section, frozen=True, forbid_unknown_fields=True):

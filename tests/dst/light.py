@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from policy.decisions import (
     Abort,
@@ -81,6 +81,8 @@ class Weather:
     shaky_permille: int = 100
     """Answers with a poor confidence."""
     logprobs_permille: int = 500
+    noisy: int = -1
+    """A replica most of whose answers are doubtful; -1: none."""
 
 
 @dataclass(slots=True)
@@ -365,19 +367,26 @@ class LightFleet:
         fields = (run.request, number, run.prompt_tokens, cached, run.output_tokens)
         if chance(1000) >= weather.logprobs_permille:
             return Finished(*fields)
-        if chance(1000) < weather.shaky_permille:
+        return Finished(*fields, *self._figures(number))
+
+    def _figures(self, number: int) -> tuple[int, int, int, bool]:
+        """What an answer of the replica looks like."""
+        chance, weather = self.rng.randrange, self.weather
+        if chance(1000) < (900 if number == weather.noisy else weather.shaky_permille):
             if chance(2):  # doubtful: worth a second run
-                return Finished(*fields, 800 + chance(600), 2800, 80, chance(3) == 0)
-            return Finished(*fields, 2500 + chance(2500), 6000, 300 + chance(700), chance(3) == 0)
-        return Finished(*fields, chance(400), chance(1500), chance(60))
+                return 800 + chance(600), 2800, 80, chance(3) == 0
+            return 2500 + chance(2500), 6000, 300 + chance(700), chance(3) == 0
+        return chance(400), chance(1500), chance(60), False
 
     def _verdict(self, run: Run, number: int) -> Verified:
         draw, weather = self.rng.randrange(1000), self.weather
         if draw < weather.verify_fails_permille:
             return Verified(run.request, number, "failed")
-        if draw < weather.verify_fails_permille + weather.mismatch_permille:
-            return Verified(run.request, number, "mismatch", run.output_tokens)
-        return Verified(run.request, number, "match", run.output_tokens)
+        mismatch = draw < weather.verify_fails_permille + weather.mismatch_permille
+        verdict: Literal["match", "mismatch"] = "mismatch" if mismatch else "match"
+        scored = self.rng.randrange(1000) < weather.logprobs_permille
+        figures = self._figures(number) if scored else (-1, -1, -1, False)
+        return Verified(run.request, number, verdict, run.output_tokens, *figures)
 
     def _abort(self, decision: Abort) -> None:
         server = self.servers.get(decision.replica)

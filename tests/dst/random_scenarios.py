@@ -132,7 +132,7 @@ def _weather(rng: random.Random) -> Weather:
         hit_permille=share(), save_fails_permille=share() // 2, mismatch_permille=share() // 2,
         verify_fails_permille=share() // 2, wrong_version_permille=rng.choice((0, 0, 500)),
         warm_fails_permille=rng.choice((0, 0, 500)), shaky_permille=share(),
-        logprobs_permille=share(),
+        logprobs_permille=share(), noisy=rng.choice((-1, -1, 0, 1)),
     )  # fmt: skip
 
 

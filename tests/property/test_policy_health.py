@@ -71,7 +71,8 @@ class HealthMachine(RuleBasedStateMachine):
         assert replica in hung
         out = {number for number, watch in pool.items() if watch.state != "in" and not watch.broken}
         well = {number for number, watch in pool.items() if watch.state == "in"}
-        alone = len(pool) == 1 and hung == {replica}  # then a standby takes its place
+        left = [watch for watch in pool.values() if not watch.broken]
+        alone = len(left) == 1 and hung == {replica}  # then a standby takes its place
         assert alone or 2 * len(out | hung) <= len(out | hung | well)
 
     def pass_time(self, for_ns: int, alive: bool) -> None:

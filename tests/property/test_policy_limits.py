@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from policy.events import QuotaLeased, StoreChanged
+from policy.leases import Leases
 from policy.limits import FULL, PARKED, PASS, Limits
 from policy.parameters.limits import Limits as Section
 from tests.policy_support import MS, S
@@ -225,3 +227,119 @@ class FairMachine(RuleBasedStateMachine):
 
 TestFairness = FairMachine.TestCase
 TestFairness.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+SHARES = st.sampled_from((-1, 0, 1, 2, 3, 5))
+
+
+class SharedMachine(RuleBasedStateMachine):
+    """One user whose share of the limit changes: none of its seconds has more than the share that
+    was in force at that second's last request."""
+
+    @initialize(
+        per_s=st.integers(0, 5), most=st.integers(0, 3), session=st.booleans(),
+        order=st.sampled_from(("least_served", "arrival")),
+    )  # fmt: skip
+    def start(self, per_s: int, most: int, session: bool, order: str) -> None:
+        self.section = Section(
+            user_per_s=per_s, user_in_flight_most=most, session_in_flight_most=0,
+            session_per_s=0, order=order,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.whole = (per_s, most)
+        self.leases = Leases(200_000)
+        self.leases.changed(0, StoreChanged("shared", 2))
+        self.limits = Limits(self.section, self.leases)
+        self.leases.use = self.limits.use
+        self.now_ns = 0
+        self.next = 0
+        self.share: tuple[int, int, int] | None = None
+        """(per s, in flight, until)"""
+        self.passed: list[int] = []
+        self.in_flight: list[int] = []
+        self.parked: list[int] = []
+
+    def room(self) -> bool:
+        """By the rules alone."""
+        if not any(self.whole):
+            return True
+        if self.share is None or self.now_ns >= self.share[2]:
+            return False
+        for place, used in enumerate(
+            (sum(self.now_ns - at_ns < S for at_ns in self.passed), len(self.in_flight))
+        ):
+            whole, given = self.whole[place], self.share[place]
+            most = whole if given < 0 else min(whole, given)
+            if whole and used >= most:
+                return False
+        return True
+
+    def serve(self) -> None:
+        for request in self.limits.released(self.now_ns):
+            assert self.room()
+            self.parked.remove(request)
+            self.in_flight.append(request)
+            self.passed.append(self.now_ns)
+        assert not (self.parked and self.room())
+        due_ns = self.limits.deadline_ns()
+        assert due_ns is None or due_ns > self.now_ns
+
+    def pass_time(self, gap: int) -> None:
+        until_ns = self.now_ns + gap
+        while (due_ns := self.limits.deadline_ns()) is not None and due_ns <= until_ns:
+            self.now_ns = due_ns
+            self.serve()
+        self.now_ns = until_ns
+        self.leases.ticked(self.now_ns)
+        if not self.leases.size():  # it was not in use
+            self.share = None
+        self.serve()
+
+    @rule(gap=GAPS, count=st.integers(1, 4))
+    def arrive(self, gap: int, count: int) -> None:
+        self.pass_time(gap)
+        for _ in range(count):
+            request, self.next = self.next, self.next + 1
+            may = self.room() and not self.parked
+            verdict = self.limits.arrive(self.now_ns, request, "ann", "", "m")
+            assert (verdict == PASS) == may
+            if may:
+                self.in_flight.append(request)
+                self.passed.append(self.now_ns)
+            else:
+                self.parked.append(request)
+
+    @rule(gap=GAPS, per_s=SHARES, most=SHARES, for_ns=st.sampled_from((0, 200 * MS, 5 * S, 60 * S)))
+    def lease(self, gap: int, per_s: int, most: int, for_ns: int) -> None:
+        self.pass_time(gap)
+        if not (self.parked or self.in_flight):
+            return
+        self.leases.ticked(self.now_ns)  # it is in use, so it is asked for
+        self.leases.leased(self.now_ns, QuotaLeased("user", "ann", per_s, most, for_ns))
+        self.limits.lent(self.now_ns, "user", "ann")
+        self.share = (per_s, most, self.now_ns + for_ns)
+        self.serve()
+
+    @precondition(lambda self: self.in_flight)
+    @rule(gap=GAPS)
+    def over(self, gap: int) -> None:
+        self.pass_time(gap)
+        self.limits.over(self.now_ns, self.in_flight.pop(0))
+        self.serve()
+
+    @rule()
+    def restore(self) -> None:
+        state, held = self.limits.state(self.now_ns), self.leases.state(self.now_ns)
+        leases = Leases(200_000)
+        leases.load(held, self.now_ns)
+        again = Limits(self.section, leases)
+        again.load(state, self.now_ns)
+        leases.use = again.use
+        assert again.state(self.now_ns) == state
+        assert again.deadline_ns() == self.limits.deadline_ns()
+        self.limits, self.leases = again, leases
+
+
+def test_a_share_that_changes() -> None:
+    case = SharedMachine.TestCase
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    case("runTest").debug()

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.chains import Chains, Ruling
+from policy.chains import Chains, Ruling, share_ns
+from policy.events import ChainFound
+from policy.facts import Illegal
 from policy.parameters import Parameters
 from policy.parameters.chains import Chains as Section
 from tests.policy_support import MS, S, arrived
@@ -191,7 +193,8 @@ def test_a_chain_that_was_told_it_is_late_may_be_resumed() -> None:
     driver.now_ns = 9 * S
     assert driver.ask("more", resume="k0").kind == "late"  # the client cannot know it yet
     driver.answer(2)
-    assert driver.ask("plan", resume="k0") == Ruling("done", 17 * S, 0, "k0")
+    undone = Ruling("done", 17 * S, 0, "k0", undone=True)  # k1 is to be forgotten
+    assert driver.ask("plan", resume="k0") == undone
     assert driver.ask("extra").share_ns == 2 * S  # of four weights still to come
     assert driver.ask("act") == Ruling("go", 17 * S, 8 * S, "k0")  # after k0: to be done again
     assert driver.ask("plan", chain="z", resume="k1").kind == "go"  # k1 is given up
@@ -324,3 +327,120 @@ def test_a_chain_is_known_after_its_end_and_only_to_its_user() -> None:
     assert not known(user="bob", chain="c")
     assert known(user="ann", chain="d", resume="k0")
     assert not known(user="bob", chain="d", resume="k0")
+
+
+def found(driver: Driver, *done: tuple[str, str], left_ns: int = 5 * S, **fields: Any) -> None:
+    event = ChainFound(
+        **{"user": "", "chain": "c", "line": "", **fields}, done=done, left_ns=left_ns
+    )
+    driver.chains.found(driver.now_ns, event)
+
+
+def test_a_step_takes_its_weights_part_of_what_is_left() -> None:
+    assert share_ns(8 * S, 2, 8) == 1600 * MS
+    assert share_ns(8 * S, 1, 0) == 8 * S
+
+
+def test_a_chain_that_was_begun_elsewhere_goes_on_from_the_store() -> None:
+    driver = Driver()
+    driver.now_ns = 3 * S
+    found(driver, ("plan", "s1"), ("tool2", "s2"))
+    assert driver.ask("plan") == Ruling("done", 8 * S, 0, "s1")
+    assert driver.answer(0) == ("s1", 5 * S, 5 * S // 3)
+    assert driver.ask("act") == Ruling("go", 8 * S, 5 * S, "s2")
+    driver.now_ns = 8 * S
+    assert driver.chains.ended(8 * S) == [1]
+    assert driver.chains.known(arrived(9, chain="d", step="x", resume="s1"))
+
+
+def test_a_chain_found_over_is_late_and_can_be_resumed() -> None:
+    driver = Driver()
+    found(driver, ("plan", "s1"), ("act", "s2"), left_ns=0)
+    assert driver.ask("more") == Ruling("late", 0, 0, "s2")
+    driver.answer(0)
+    assert driver.ask("act", resume="s1") == Ruling("go", 8 * S, 8 * S, "s1", undone=True)
+    assert driver.ask("plan", resume="s1").kind == "done"
+
+
+def test_a_known_chain_gets_the_steps_that_only_the_store_has() -> None:
+    """Killed after the store had committed, and before the policy was told: its snapshot is without
+    the step."""
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0)
+    found(driver, ("plan", "k0"), ("act", "s2"), left_ns=1)
+    assert driver.ask("act") == Ruling("done", 8 * S, 0, "s2")  # its budget is as it was
+    assert driver.answer(1)[0] == "s2"
+    found(driver, ("plan", "other"), ("act", "s2"))
+    assert driver.ask("plan").checkpoint == "k0"
+    state = driver.chains.state(0)
+    again = Chains(section())
+    again.load(state, 0)
+    assert again.state(0) == state
+
+
+def test_a_step_that_runs_here_now_is_not_done_by_what_is_found() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    found(driver, ("plan", "s1"))
+    assert driver.ask("plan").kind == "go"  # neither has an answer yet
+    driver.answer(0)
+    assert driver.ask("plan").checkpoint == "k0"
+
+
+def test_a_chain_found_after_one_that_went_on_from_it_shares_its_checkpoints() -> None:
+    driver = Driver()
+    found(driver, ("plan", "s1"), ("x", "s3"), chain="d")
+    found(driver, ("plan", "s1"), ("act", "s2"), chain="c")
+    assert driver.ask("plan", chain="c").checkpoint == "s1"
+    assert driver.ask("act", chain="c").checkpoint == "s2"
+    driver.answer(0)
+    driver.answer(1)
+    state = driver.chains.state(0)
+    again = Chains(section())
+    again.load(state, 0)
+    assert again.state(0) == state
+    driver.now_ns = 200 * S
+    driver.ask("plan", chain="e")
+    assert driver.chains.size() == 3  # nothing is left of the two
+
+
+def test_what_is_found_is_bounded() -> None:
+    driver = Driver(steps_max=2, chains_max=1)
+    found(driver, ("a", "s1"), ("b", "s2"), ("e", "s3"))
+    assert [driver.ask(step).kind for step in ("a", "b", "e")] == ["done", "done", "go"]
+    found(driver, ("a", "s9"), chain="d")  # there is room for one chain
+    assert driver.maybe("a", chain="d") is None
+    assert driver.chains.size() <= driver.chains.size_most()
+
+
+@pytest.mark.parametrize(
+    ("fields", "done"),
+    [
+        ({"chain": ""}, ()),
+        ({"left_ns": -1}, ()),
+        ({}, (("a", "s1"), ("a", "s2"))),
+        ({}, (("a", "s1"), ("b", "s1"))),
+        ({}, (("a", ""),)),
+        ({"chain": "x", "user": "bob"}, (("a", "k0"),)),
+        ({"chain": "x"}, (("b", "s1"), ("a", "k0"))),
+    ],
+)
+def test_what_cannot_be_found_changes_nothing(
+    fields: dict[str, Any], done: tuple[tuple[str, str], ...]
+) -> None:
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0)
+    before = driver.chains.state(0)
+    with pytest.raises(Illegal):
+        found(driver, *done, **fields)
+    assert driver.chains.state(0) == before
+
+
+def test_what_is_left_is_told_with_the_checkpoint() -> None:
+    driver = Driver()
+    driver.ask("plan")
+    assert driver.chains.left_ns(3 * S, 0) == 5 * S
+    assert driver.chains.left_ns(9 * S, 0) == 0
+    assert driver.chains.left_ns(0, 99) == -1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from policy.breakers import MAY_TRY
 from policy.compose import build_policy
 from policy.events import (
     Arrived,
@@ -20,11 +21,16 @@ from policy.events import (
     Forecasted,
     GpuFault,
     Progress,
+    QuotaLeased,
     RolloutRequested,
+    SessionOwned,
     Standby,
     StepsRead,
+    StoreChanged,
     Warmed,
 )
+from policy.leases import FAR_NS, UNUSED
+from policy.leases import Use as LeaseUse
 from policy.parameters import Parameters
 from tests.dst.random_parameters import random_parameters
 from tests.policy_support import MS, S, assert_integers, up
@@ -92,7 +98,30 @@ class UseLimits(Use):
 class UseBreakers(Use):
     def __init__(self, mechanism: Any, seed: int) -> None:
         super().__init__(mechanism, seed)
-        self.calls = [self.gate, self.observe, self.observe, self.tick]
+        self.calls = [
+            self.gate, self.observe, self.observe, self.tick, self.answer, self.answer, self.renew,
+        ]  # fmt: skip
+        mechanism.peers_of = lambda replica: [peer for peer in range(4) if peer != replica]
+
+    def answer(self, now_ns: int) -> object:
+        """Answers of a few replicas; most of the first one's are bad, and one may try it."""
+        told: list[object] = []
+        for _ in range(self.rng.randrange(60)):
+            replica = self.rng.randrange(4)
+            bad: bool | None = self.rng.random() < (0.05 if replica else 0.95)
+            bad = None if self.rng.random() < 0.1 else bad
+            request = self.new()
+            if self.mechanism.doubt(replica) == MAY_TRY:
+                self.mechanism.sent(now_ns, request, replica)
+                told.append(self.mechanism.tried(request))
+                if self.rng.random() < 0.2:
+                    continue
+            told += self.mechanism.answered(now_ns, request, replica, bad)
+            told.append(self.mechanism.doubt(replica))
+        return told
+
+    def renew(self, now_ns: int) -> object:
+        return self.rng.random() < 0.05 and list(self.mechanism.renewed(now_ns, self.replica()))
 
     def key(self) -> tuple[str, str, str]:
         draw = self.rng.choice
@@ -313,11 +342,70 @@ class UseDrift(Use):
         return self.mechanism.permille_of(self.replica())
 
 
+class UseLeases(Use):
+    """Which keys are in use depends on how often ``move`` was called."""
+
+    def __init__(self, mechanism: Any, seed: int) -> None:
+        super().__init__(mechanism, seed)
+        self.calls = [
+            self.want, self.want, self.move, self.give, self.own, self.change, self.switch,
+            self.tick, self.tick, self.ask,
+        ]  # fmt: skip
+        self.mechanism.use = self.use
+        self.mechanism.changed(0, StoreChanged("shared", 2))
+
+    def key(self) -> tuple[str, str]:
+        kind = self.rng.choice(("user", "model", "session", "all"))
+        return kind, "" if kind == "all" else f"k{self.rng.randrange(4)}"
+
+    def want(self, now_ns: int) -> object:
+        return self.mechanism.want(
+            now_ns, *self.key(), self.rng.randrange(9), self.rng.randrange(3)
+        )
+
+    def move(self, now_ns: int) -> object:
+        return self.new()
+
+    def use(self, kind: str, name: str) -> LeaseUse:
+        """Last uses are far off, whatever the clock shows."""
+        drawn = 5 * self.last + len(kind) + sum(name.encode())
+        return LeaseUse(drawn % 3, drawn % 2, UNUSED.last_ns)
+
+    def give(self, now_ns: int) -> object:
+        kind, name = self.key()
+        if kind == "session":
+            return None
+        draw = self.rng.randrange
+        event = QuotaLeased(kind, name, draw(-1, 9), draw(-1, 3), draw(2) * draw(2 * S))  # type: ignore[arg-type]
+        return self.mechanism.leased(now_ns, event)
+
+    def own(self, now_ns: int) -> object:
+        event = SessionOwned(f"k{self.rng.randrange(4)}", self.rng.choice((0, S, 2 * S)))
+        return self.mechanism.owned(now_ns, event), self.mechanism.gained
+
+    def change(self, now_ns: int) -> object:
+        state = self.rng.choice(("alone", "shared", "shared", "lost", "lost"))
+        return self.mechanism.changed(now_ns, StoreChanged(state, self.rng.randrange(1, 4)))
+
+    def switch(self, now_ns: int) -> object:
+        return self.rng.random() < 0.2 and self.mechanism.other_limits()
+
+    def ask(self, now_ns: int) -> object:
+        share = self.mechanism.share(now_ns, *self.key(), 9, self.rng.randrange(2))
+        cut_off = self.mechanism.cut_off
+        return cut_off, share and (
+            *share[:2],
+            share[2] if share[2] == FAR_NS else share[2] - now_ns,
+        )
+
+
 USES: dict[str, type[Use]] = {
     "limits": UseLimits, "breakers": UseBreakers, "confidence": UseConfidence,
     "chains": UseChains, "health": UseHealth, "rollout": UseRollout, "capacity": UseCapacity,
-    "alerts": UseAlerts, "drift": UseDrift,
+    "alerts": UseAlerts, "drift": UseDrift, "leases": UseLeases,
 }  # fmt: skip
+NO_SECTION: dict[str, Any] = {"leases": 3}
+"""What they are built from: they are facts, and have no parameters of their own."""
 TIGHT: dict[str, dict[str, Any]] = {
     "limits": {"user_per_s": 2, "session_per_s": 3, "parked_max": 20, "open_max": 60},
     "breakers": {"keys_max": 4},
@@ -329,10 +417,13 @@ TIGHT: dict[str, dict[str, Any]] = {
 """Small bounds, where there are any, so that random use comes up against them."""
 
 every_mechanism = pytest.mark.parametrize("name", USES)
+with_a_section = pytest.mark.parametrize("name", [name for name in USES if name not in NO_SECTION])
 
 
 def section_of(name: str, rng: random.Random | None = None) -> Any:
     """The mechanism's section: small bounds, and what is drawn with ``rng``."""
+    if name in NO_SECTION:
+        return NO_SECTION[name]
     fixed = {name: {"enabled": True, **TIGHT.get(name, {})}}
     if rng is not None:
         return getattr(random_parameters(rng, **fixed), name)
@@ -448,7 +539,7 @@ def test_after_a_tick_the_deadline_lies_later(name: str) -> None:
                 assert again_ns is None or again_ns > now_ns, f"seed {seed}, step {step}"
 
 
-@every_mechanism
+@with_a_section
 def test_its_parameters_are_described(name: str) -> None:
     section = getattr(Parameters(), name)
     fields = msgspec.structs.fields(type(section))
@@ -465,9 +556,9 @@ def test_its_parameters_are_described(name: str) -> None:
             assert "_" in field.name, f"{field.name} has no unit last in its name"
 
 
-@every_mechanism
+@with_a_section
 def test_what_is_off_is_not_there(name: str) -> None:
-    on = {other: {"enabled": True} for other in USES}
+    on = {other: {"enabled": True} for other in USES if other not in NO_SECTION}
     whole: Any = build_policy(msgspec.convert({"schema": 1, **on}, Parameters))
     assert name in whole.mechanisms
     off = on | {name: {"enabled": False}}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from policy.files import code_hash, load_policy, parse_policy, policy_names
+from policy.files import FileError, code_hash, load_chain, load_policy, parse_policy, policy_names
 from policy.parameters import Parameters, canonical, from_canonical, render
 
 if TYPE_CHECKING:
@@ -115,3 +115,94 @@ def test_an_unknown_preset_names_its_neighbours() -> None:
 def test_the_code_hash_is_stable() -> None:
     assert code_hash() == code_hash()
     assert len(code_hash()) == 32
+
+
+AGENT = """
+chain_timeout: 8s
+steps:
+  - {name: intent_parse, weight: 0.2}
+  - {name: tool_selection, weight: 0.1}
+  - {name: db_query, weight: 0.4}
+  - {name: summary, weight: 0.2}
+  - {name: memory_update, weight: 0.1}
+"""
+
+
+def indented(text: str, by: int) -> str:
+    return "".join(f"{' ' * by}{line}\n" for line in text.strip().splitlines())
+
+
+def test_a_chains_definition_is_a_file_of_its_own_or_a_plan_in_a_policy_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text(AGENT)
+    plan = load_chain(path)
+    assert plan.budget_ms == 8000
+    assert [(step.name, step.weight) for step in plan.steps] == [
+        ("intent_parse", 200), ("tool_selection", 100), ("db_query", 400), ("summary", 200),
+        ("memory_update", 100),
+    ]  # fmt: skip
+    default = parse_policy(f"schema: 1\nchains:\n  default:\n{indented(AGENT, 4)}", "x")
+    assert default.chains.default == plan
+    assert default.chains.step_weight == 200  # a step that is in no plan weighs as the mean
+    of_a_line = parse_policy(f"schema: 1\nchains:\n  lines:\n    agent:\n{indented(AGENT, 6)}", "x")
+    assert of_a_line.chains.lines == {"agent": plan}
+    assert of_a_line.chains.default == Parameters().chains.default
+    assert parse_policy(render(default), "x") == default
+    assert from_canonical(canonical(default)) == default
+
+
+def test_integer_weights_keep_their_meaning_and_stand_beside_decimals() -> None:
+    chains = parse_policy(
+        "schema: 1\nchains:\n  default: {budget_ms: 900, steps: [{name: a, weight: 3}, {name: b}]}",
+        "x",
+    ).chains
+    assert [step.weight for step in chains.default.steps] == [3, 1]
+    assert (chains.default.budget_ms, chains.step_weight) == (900, 1)
+    mixed = parse_policy(
+        "schema: 1\nchains:\n  step_weight: 7\n  default:\n    chain_timeout: 1.001 s\n"
+        "    steps: [{name: a, weight: 2}, {name: b, weight: 0.5}, {name: c}]",
+        "x",
+    ).chains
+    assert [step.weight for step in mixed.default.steps] == [2000, 500, 1000]
+    assert (mixed.default.budget_ms, mixed.step_weight) == (1001, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        ("chain_timeut: 8s", "chain_timeut", "did you mean chain_timeout"),
+        ("chain_timeout: 8", "chain_timeout", "such as 8s, 800ms or 2m"),
+        ("chain_timeout: 8 sec", "chain_timeout", "'8 sec'"),
+        ("chain_timeout: 0s", "chain_timeout", "'0s'"),
+        ("chain_timeout: 0.5ms", "chain_timeout", "'0.5ms'"),
+        ("chain_timeout: 30h", "budget_ms", "86400000"),
+        ("chain_timeout: 8s\nbudget_ms: 8000", "chain_timeout", "says the same"),
+        ("steps: [{name: a, weight: 0}]", "steps[0].weight", ">= 1"),
+        ("steps: [{name: a, weight: 0.2}, {name: b, weight: -0.1}]", "steps[1].weight", "-0.1"),
+        ("steps: [{name: a, weight: 0.2}, {name: b, weight: 0}]", "steps[1].weight", "0.001"),
+        ("steps: [{name: a, weight: 0.2}, {name: b, weight: .nan}]", "steps[1].weight", "nan"),
+        ("steps: [{name: a, weight: 0.2}, {name: b, weight: yes}]", "steps[1].weight", "True"),
+        ("steps: [{name: a, wait: 0.2}]", "steps[0].wait", "did you mean weight"),
+        ("steps: [{name: a, weight: 0.2}, {name: a, weight: 0.2}]", "", "step a is planned twice"),
+        ("steps: [a, b]", "steps[0]", "object"),
+        ("steps: 3", "steps", "array"),
+    ],
+)
+def test_a_chains_definition_that_cannot_be_used_says_why(
+    tmp_path: Path, text: str, key: str, says: str
+) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text(text)
+    with pytest.raises(FileError) as error:
+        load_chain(path)
+    assert error.value.key == key
+    assert says in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_bad_duration_in_a_policy_file_is_found_where_it_stands() -> None:
+    with pytest.raises(FileError) as error:
+        parse_policy("schema: 1\nchains: {lines: {agent: {chain_timeout: soon}}}", "x")
+    assert error.value.key == "chains.lines.agent.chain_timeout"

@@ -250,7 +250,8 @@ def test_a_step_is_told_after_its_checkpoint_is_safe() -> None:
     checked = service()
     request = checked.arrive(**chain(step="plan"))
     decisions = answer(checked, request)
-    assert decisions == (SaveCheckpoint(request, "c", "plan"),)
+    left_ns = 8 * S - checked.now_ns
+    assert decisions == (SaveCheckpoint(request, "c", "plan", left_ns),)
     (settled,) = checked.feed(CheckpointSaved(request, "k1"))
     assert (settled.checkpoint, settled.outcome) == ("k1", "answered")
     assert 0 < settled.left_ns <= 8 * S

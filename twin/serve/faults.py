@@ -2,11 +2,12 @@
 
 One fault at a time. It strikes requests that arrive while it is on, each with the chance ``share``;
 ``slow``, and ``hang`` with a share of 1, strike the engine itself. ``unsure`` shows in logprobs
-only: every token could as well have been another. ``same`` says one token over and over, as weights
-full of NaN do. ``oom`` ends the process at a prompt that is long enough, as the kernel does when
-memory is out: by SIGKILL, after a word in its output. ``cold`` is a process in which nothing is
-compiled yet: the engine stands still, with all that is in it, at the first prompt, and at the first
-one that asks for logprobs. vLLM takes 3 to 14 s for these.
+only: every token could as well have been another. ``noisy`` is weights that have become so: it says
+other words than it should, and is not sure of them. ``same`` says one token over and over, as
+weights full of NaN do. ``oom`` ends the process at a prompt that is long enough, as the kernel does
+when memory is out: by SIGKILL, after a word in its output. ``cold`` is a process in which nothing
+is compiled yet: the engine stands still, with all that is in it, at the first prompt, and at the
+first one that asks for logprobs. vLLM takes 3 to 14 s for these.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from msgspec import Meta
 
 Kind = Literal[
     "http_500", "http_503", "http_400", "hang", "stall", "reset", "cut", "no_end", "empty", "null",
-    "abort", "truncated", "blank", "slow", "latency", "unsure", "same", "oom",
-    "cold",
+    "abort", "truncated", "blank", "slow", "latency", "unsure", "noisy", "same",
+    "oom", "cold",
 ]  # fmt: skip
 MIDWAY: tuple[Kind, ...] = ("stall", "reset", "cut", "no_end", "abort", "truncated")
 """They strike when ``after_tokens`` tokens are out, at the latest at the end of the answer."""

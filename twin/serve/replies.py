@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from twin.serve.answers import DONE, Piece, Times, Usage, piece_of
 from twin.serve.faults import HOLLOW, MIDWAY
-from twin.serve.words import certainty_of, codes_of
+from twin.serve.words import certainty_of, codes_of, noisy
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -60,12 +60,12 @@ class Generation:
         """The engine has taken it, and sees it ``after_s`` from now, when it is read: then a
         stream's headers go out, before anything is computed."""
         self.seq = seq
-        self._codes = codes_of(self._key, seq.outputs)
-        if self._fault is not None and self._fault.kind == "same":
+        kind = "" if self._fault is None else self._fault.kind
+        self._codes = codes_of(noisy(self._key) if kind == "noisy" else self._key, seq.outputs)
+        if kind == "same":
             self._codes = self._codes[:1] * seq.outputs
         if self._asked.logprobs >= 0:
-            unsure = self._fault is not None and self._fault.kind == "unsure"
-            self._rows = certainty_of(self._key, seq.outputs, unsure)
+            self._rows = certainty_of(self._key, seq.outputs, kind)
         if self._asked.stream:
             asyncio.get_running_loop().call_later(after_s, self._open)
         else:

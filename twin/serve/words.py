@@ -29,7 +29,9 @@ _BARE = 128
 _TO_WORD = bytes(number & 127 for number in range(256))
 _UNSURE = 255
 """The row of a token that could as well have been another."""
-_TO_ROW = bytes(min(number, _UNSURE - 1) for number in range(256))
+_DOUBTFUL = 254
+"""Of one that its model would say, and is not sure of."""
+_TO_ROW = bytes(min(number, _DOUBTFUL - 1) for number in range(256))
 
 TEXTS = [f" {word}".encode() for word in _WORDS] + [word.encode() for word in _WORDS]
 """A token's text by its code; fit to stand inside a JSON string."""
@@ -54,10 +56,15 @@ def codes_of(key: bytes, tokens: int) -> bytes:
     return bytes(drawn)
 
 
-def certainty_of(key: bytes, tokens: int, unsure: bool = False) -> bytes:
-    """One row of ``LOGPROBS`` a token."""
-    if unsure:
-        return bytes([_UNSURE]) * tokens
+def noisy(key: bytes) -> bytes:
+    """What weights that have gone wrong answer by."""
+    return blake2b(key, key=b"noisy", digest_size=16).digest()
+
+
+def certainty_of(key: bytes, tokens: int, kind: str = "") -> bytes:
+    """One row of ``LOGPROBS`` a token; ``kind``: of the fault, ``unsure`` or ``noisy``."""
+    if kind in ("unsure", "noisy"):
+        return bytes([_UNSURE if kind == "unsure" else _DOUBTFUL]) * tokens
     return shake_128(key + b"certainty").digest(tokens).translate(_TO_ROW)
 
 
@@ -74,7 +81,7 @@ def _row(number: int) -> tuple[float, ...]:
     """Log-probabilities of a token's candidates, likeliest first: mostly sure, sometimes not."""
     if number == _UNSURE:
         return tuple(log(0.06 * 0.97**rank) for rank in range(MOST_LOGPROBS))
-    top = 1.0 - 0.5 * (number / 255) ** 5 - 1e-4
+    top = 0.6 if number == _DOUBTFUL else 1.0 - 0.5 * (number / 255) ** 5 - 1e-4
     return (log(top), *(log((1.0 - top) * 0.5**rank) for rank in range(1, MOST_LOGPROBS)))
 
 
