@@ -20,7 +20,8 @@ START_TIMEOUT_S = 20.0
 
 
 class RedisServer:
-    """A server on a port of its own; what it holds is on disk, so it can be killed and come back."""
+    """A server on a port of its own; what it holds is on disk, so it can be killed and come
+    back."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""What must outlive a controller beside its log: deployments, breakers, checkpoints of chains.
+"""What must outlive a controller beside its log: deployments and breakers.
 
 One SQLite file and one thread that works on it. Everything that is committed survives the process;
 a machine that loses its power may lose the last moments, but the file stays whole.
@@ -7,7 +7,6 @@ a machine that loses its power may lose the last moments, but the file stays who
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +25,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SCHEMA = 2
-KEEP_S = 7 * 86_400.0
-KEEP_BYTES = 1024 * 1024 * 1024
+SCHEMA = 3
 BREAKERS_MOST = 10_000
 WAITING_MOST = 1_000
 """Writes that nobody waits for, waiting themselves; more are left out."""
-_PRUNE_S = 60.0
 
 _TABLES = f"""
 {deployments.TABLES}
@@ -52,19 +48,10 @@ CREATE TABLE breakers (
     at_s REAL NOT NULL,
     until_s REAL
 ) STRICT;
-CREATE TABLE checkpoints (
-    number INTEGER PRIMARY KEY,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    chain TEXT NOT NULL,
-    step TEXT NOT NULL,
-    request TEXT NOT NULL,
-    answer BLOB NOT NULL,
-    status INTEGER NOT NULL,
-    content_type TEXT NOT NULL,
-    at_s REAL NOT NULL
-) STRICT;
 """
+
+_TO_SCHEMA_3 = "DROP TABLE checkpoints;"
+"""They have a file of their own now."""
 
 
 class DatabaseError(Exception):
@@ -97,21 +84,6 @@ class KeptBreaker(NamedTuple):
     """When it lets a probe in, if that is known."""
 
 
-class Checkpoint(NamedTuple):
-    """A chain's step with the answer that its caller got."""
-
-    id: str
-    owner: str
-    chain: str
-    step: str
-    request: str
-    """Its ``x-request-id``."""
-    answer: bytes
-    status: int
-    content_type: str
-    at_s: float
-
-
 class Database:
     """The file, open. ``run`` does any work on it; what is used often has a method.
 
@@ -127,19 +99,14 @@ class Database:
         self,
         path: Path,
         *,
-        keep_s: float = KEEP_S,
-        keep_bytes: int = KEEP_BYTES,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.path = path
         self.moves = self.left_out = 0
         """Breaker moves that were written, and that were not: too many waited, or the file
         failed."""
-        self._keep_s = keep_s
-        self._keep_bytes = keep_bytes
         self._wall_s = wall_s
         self._asked = self._done = 0
-        self._pruned_s = wall_s()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="database")
         try:
             self._connection = self._executor.submit(self._guarded, self._open).result()
@@ -214,72 +181,6 @@ class Database:
         self.left_out += failed
         self.moves += not failed
 
-    # Checkpoints
-
-    async def save_checkpoint(
-        self,
-        chain: str,
-        step: str,
-        request: str,
-        answer: bytes,
-        status: int = 200,
-        content_type: str = "application/json",
-        owner: str = "",
-    ) -> str:
-        """Keep the answer of a chain's step; the checkpoint's id, which is new each time.
-
-        Args:
-            owner: whose chain it is: names of chains are the callers', and two may use the same.
-        """
-        at_s = self._wall_s()
-        checkpoint = f"cp-{secrets.token_hex(12)}"
-        row = (checkpoint, owner, chain, step, request, answer, status, content_type, at_s)
-        await self.run(lambda db: self._save(db, row))
-        return checkpoint
-
-    async def load_checkpoint(self, checkpoint: str, owner: str = "") -> Checkpoint | None:
-        """The checkpoint of this id, if it is ``owner``'s and still kept."""
-
-        def find(db: sqlite3.Connection) -> Checkpoint | None:
-            row = db.execute(
-                "SELECT id, owner, chain, step, request, answer, status, content_type, at_s"
-                " FROM checkpoints WHERE id = ? AND owner = ? AND at_s >= ?",
-                (checkpoint, owner, self._wall_s() - self._keep_s),
-            ).fetchone()
-            return None if row is None else Checkpoint(*row)
-
-        return await self.run(find)
-
-    def _save(self, db: sqlite3.Connection, row: tuple[object, ...]) -> None:
-        db.execute(
-            "INSERT INTO checkpoints"
-            " (id, owner, chain, step, request, answer, status, content_type, at_s)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            row,
-        )
-        self._kept_bytes += len(row[5])  # type: ignore[arg-type]
-        if self._kept_bytes > self._keep_bytes or self._wall_s() - self._pruned_s > _PRUNE_S:
-            self._prune(db)
-
-    def _prune(self, db: sqlite3.Connection) -> None:
-        """Drop what is too old, then the oldest of what is too much, a tenth more than need be."""
-        self._pruned_s = self._wall_s()
-        db.execute("DELETE FROM checkpoints WHERE at_s < ?", (self._pruned_s - self._keep_s,))
-        kept_bytes = _checkpoint_bytes(db)
-        if kept_bytes > self._keep_bytes:
-            excess = kept_bytes - self._keep_bytes * 9 // 10
-            cursor = db.execute("SELECT number, length(answer) FROM checkpoints ORDER BY number")
-            last = 0
-            for number, size in cursor:
-                last = number
-                excess -= size
-                kept_bytes -= size
-                if excess <= 0:
-                    break
-            cursor.close()
-            db.execute("DELETE FROM checkpoints WHERE number <= ?", (last,))
-        self._kept_bytes = kept_bytes
-
     # The file
 
     def _submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
@@ -295,21 +196,21 @@ class Database:
         except sqlite3.Error as error:
             raise DatabaseError(
                 f"{self.path}: {error}; if it is damaged, move it away: an empty one is made, and"
-                " what it held (deployments, checkpoints) is gone"
+                " the history of deployments is gone"
             ) from error
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch(0o600)
-        self.path.chmod(0o600)  # it holds answers; the files beside it get the same mode
+        self.path.chmod(0o600)  # the files beside it get the same mode
         connection = sqlite3.connect(self.path, timeout=10.0)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             self._check(connection)
-            self._kept_bytes = _checkpoint_bytes(connection)
-            with connection:
-                self._prune(connection)
+            (told,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if told != "ok":
+                raise sqlite3.DatabaseError(told.replace("\n", " "))
         except BaseException:
             connection.close()
             raise
@@ -319,8 +220,8 @@ class Database:
         (schema,) = connection.execute("PRAGMA user_version").fetchone()
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         wanted = _TABLES if schema == 0 and not tables else ""
-        if schema == 1:
-            wanted = deployments.FROM_SCHEMA_1
+        if schema in (1, 2):
+            wanted = (deployments.FROM_SCHEMA_1 if schema == 1 else "") + _TO_SCHEMA_3
         if wanted:
             with connection:
                 connection.executescript(f"BEGIN; {wanted} PRAGMA user_version = {SCHEMA}; COMMIT;")
@@ -348,8 +249,3 @@ def _keep_breaker(db: sqlite3.Connection, row: tuple[object, ...]) -> None:
             " ORDER BY state != 'closed', at_s LIMIT ?)",
             (count - BREAKERS_MOST * 9 // 10,),
         )
-
-
-def _checkpoint_bytes(db: sqlite3.Connection) -> int:
-    (size,) = db.execute("SELECT coalesce(sum(length(answer)), 0) FROM checkpoints").fetchone()
-    return int(size)

@@ -93,6 +93,7 @@ class LiveLog(FullLog):
             keep_bytes: older segments are deleted beyond this.
             queue_bytes: that may wait for the disk.
         """
+        wall_ns = time.time_ns() - start_ns  # before anything that takes time
         folder.mkdir(parents=True, exist_ok=True)
         self.trouble = ""
         """What is wrong, until a new segment has held for a while; empty: nothing."""
@@ -111,7 +112,7 @@ class LiveLog(FullLog):
             schema=1,
             code_hash=code_hash(),
             policy=canonical(parameters),
-            wall_ns=time.time_ns() - start_ns,
+            wall_ns=wall_ns,
             segment=next_index(folder),
             start_ns=start_ns,
         )

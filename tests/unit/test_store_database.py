@@ -1,4 +1,4 @@
-"""What outlives a controller: deployments, breakers, checkpoints."""
+"""What outlives a controller: deployments and breakers."""
 
 from __future__ import annotations
 
@@ -130,68 +130,6 @@ def test_more_moves_than_the_disk_takes_are_left_out(
         assert (database.moves, database.left_out) == (4, 7)
 
 
-def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
-    async def work(database: Database) -> None:
-        first = await database.save_checkpoint("c", "plan", "tk-1", b"{}\0", 200, "text/x", "ann")
-        found = await database.load_checkpoint(first, "ann")
-        assert found is not None
-        assert found == (first, "ann", "c", "plan", "tk-1", b"{}\0", 200, "text/x", found.at_s)
-        again = await database.save_checkpoint("c", "plan", "tk-2", b"new", owner="ann")
-        assert again != first
-        newest = await database.load_checkpoint(again, "ann")
-        assert newest is not None
-        assert newest.answer == b"new"
-        assert await database.load_checkpoint(first, "ann") == found, "an id is for good"
-
-    with opened(tmp_path) as database:
-        asyncio.run(work(database))
-
-
-def test_nobody_gets_what_another_kept_under_the_same_names(tmp_path: Path) -> None:
-    async def work(database: Database) -> None:
-        checkpoint = await database.save_checkpoint("c", "plan", "tk-1", b"secret", owner="ann")
-        assert await database.load_checkpoint(checkpoint, "ann") is not None
-        assert await database.load_checkpoint(checkpoint, "bob") is None
-        assert await database.load_checkpoint(checkpoint) is None
-
-    with opened(tmp_path) as database:
-        asyncio.run(work(database))
-
-
-def test_old_checkpoints_go(tmp_path: Path) -> None:
-    wall = Wall()
-
-    async def work(database: Database) -> None:
-        old = await database.save_checkpoint("c", "a", "r", b"1")
-        wall.now_s += 50
-        assert await database.load_checkpoint(old) is not None
-        wall.now_s += 51
-        assert await database.load_checkpoint(old) is None, "though it is not pruned yet"
-        await database.save_checkpoint("c", "b", "r", b"2")
-        assert await database.run(count) == 1
-
-    with opened(tmp_path, wall_s=wall, keep_s=100.0) as database:
-        asyncio.run(work(database))
-
-
-def test_checkpoints_have_a_bound(tmp_path: Path) -> None:
-    async def work(database: Database) -> None:
-        ids = [await database.save_checkpoint("c", str(n), "r", b"x" * 1_000) for n in range(100)]
-        kept = await database.run(count)
-        assert 18 <= kept <= 20
-        assert await database.load_checkpoint(ids[-1]) is not None
-        assert await database.load_checkpoint(ids[0]) is None
-
-    with opened(tmp_path, keep_bytes=20_000) as database:
-        asyncio.run(work(database))
-    with opened(tmp_path, keep_bytes=5_000) as database:
-        assert asyncio.run(database.run(count)) <= 5, "a smaller bound holds from the start"
-
-
-def count(db: sqlite3.Connection) -> int:
-    return int(db.execute("SELECT count(*) FROM checkpoints").fetchone()[0])
-
-
 def test_work_that_fails_changes_nothing(tmp_path: Path) -> None:
     def half(db: sqlite3.Connection) -> None:
         db.execute("INSERT INTO breakers VALUES ('k', 'open', '', 0, NULL)")
@@ -279,7 +217,7 @@ def test_many_refused_deployments_do_not_push_out_what_is_in_force(
         assert len(asyncio.run(database.run(lambda db: deployments.entries(db, 100)))) == 5
 
 
-@pytest.mark.parametrize("schema", [3, 99])
+@pytest.mark.parametrize("schema", [4, 99])
 def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
     with opened(tmp_path) as database:
         asyncio.run(database.run(lambda db: db.execute(f"PRAGMA user_version = {schema}")))
@@ -302,7 +240,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 
         async def fill() -> None:
             for number in range(200):
-                await database.save_checkpoint("c", str(number), "r", b"x" * 3_000)
+                await database.deploy(parameters(name=f"p{number}"), "ann", "x" * 3_000)
 
         asyncio.run(fill())
     path = tmp_path / "sub" / "controller.sqlite"
