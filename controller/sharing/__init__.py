@@ -1,0 +1,1 @@
+"""Limits, sessions and replicas that several controllers share, through a Redis."""

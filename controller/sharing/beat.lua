@@ -1,0 +1,24 @@
+-- A controller is alive, or leaves. Says how many are.
+--
+-- KEYS: when each was heard last, a sorted set; the calm mark.
+-- ARGV: the controller; 0: it leaves; ms after which one that is not heard is gone; ms of silence of
+-- all after which whoever comes first begins a calm; ms that a calm lasts.
+--
+-- Where nobody was heard for a while, the store was away, or lost what it knew, and controllers go
+-- on with shares and sessions that it does not know of. In a calm these are claimed, and nothing
+-- else grows: so whoever is back first does not take what another still uses.
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local id, here, gone, silence, calm = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
+if here == '0' then
+  redis.call('ZREM', KEYS[1], id)
+else
+  if not last or now - last > tonumber(silence) then
+    redis.call('SET', KEYS[2], '1', 'PX', calm)
+  end
+  redis.call('ZADD', KEYS[1], now, id)
+end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - gone)
+redis.call('PEXPIRE', KEYS[1], 10 * gone)
+return redis.call('ZCARD', KEYS[1])
