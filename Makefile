@@ -10,7 +10,7 @@ export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
 .PHONY: demo live-demo ui test test-live test-ui check oracle bench-twin bench-gateway dst scenarios \
-  scenarios-long scorecard soak soak-long drills fidelity forecast-bench loop-demo gpu-steps gpu-check format clean
+  scenarios-long scorecard soak soak-long drills answers fidelity forecast-bench loop-demo gpu-steps gpu-check tiny-model format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
@@ -42,6 +42,11 @@ check: .venv/dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/basedpyright
+
+# A real vLLM for the CPU and a tiny model, trained on the standard library's text for two minutes:
+# made once, kept in the user's cache.
+tiny-model: .venv/dev
+	$(BIN)/python -m tests.live.vllm_env.ensure trained
 
 oracle: .venv/dev
 	$(BIN)/python -m tests.differential.oracle
@@ -91,6 +96,11 @@ gpu-steps: .venv/gpu
 # Seven drills on demo fleets, each three times, beside the twin's predictions: about eleven minutes.
 drills: .venv/dev
 	$(BIN)/python -m tests.bench.drills
+
+# How far answers can be trusted, chains and limits, by parts (PARTS="kept leases"): about 25
+# minutes, the last parts with real vLLM.
+answers: .venv/dev
+	$(BIN)/python -m tests.bench.answers $(PARTS)
 
 # The six dimensions of placement for every card here; without a GPU it says so.
 gpu-check: .venv/live

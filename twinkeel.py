@@ -15,6 +15,7 @@ from controller.drills.cli import drill_command
 from controller.fleet_cli import fleet
 from controller.gpu_cli import gpu
 from controller.model_cli import model
+from controller.trace_cli import show as show_chain
 from dashboards.cli import ui
 from traces.cli import trace
 from twin.cli import completion, policy, replay_command
@@ -171,6 +172,7 @@ def play_drill(case: Case) -> DrillFigures:
 
 main.add_command(replay_command)
 main.add_command(calibrate)
+trace.add_command(show_chain)
 main.add_command(trace)
 main.add_command(policy)
 main.add_command(scenario)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from controller.gateway.asking import Asked
     from policy.decisions import Settled
+    from policy.signals import Said
 else:
     from typing import NamedTuple
 
@@ -25,6 +26,25 @@ class EngineTimes(NamedTuple):
     """Scheduled to first token."""
     decode_ns: int
     """First to last token."""
+
+
+class Logprobs(NamedTuple):
+    """Which logprobs a server is asked for, and which of them the caller gets."""
+
+    added: dict[str, Any]
+    """What is put into the request; empty: it is as the caller wrote it."""
+    shown: int = -1
+    """So many of each token's candidates; ``AS_IT_CAME`` or ``NOTHING``."""
+    scored: bool = False
+    """Whether what comes is a measure of the answer."""
+    candidates: int = 0
+    """How many the server lists for each token."""
+
+
+AS_IT_CAME = -1
+NOTHING = -2
+AS_ASKED = Logprobs({})
+"""No more than its caller wants."""
 
 
 class Hops(NamedTuple):
@@ -56,9 +76,10 @@ class Call:
         "aborted", "arrived_ns", "asked", "attempt", "body", "cached_tokens", "committed",
         "contradiction", "dispatched_ns", "done", "engine", "entered_ns", "events_sent",
         "finish_reason", "first_ns", "gateway_ns", "kept", "last_ns", "last_sent_ns", "name",
-        "network_ns", "output_tokens", "own", "policy", "prompt_tokens", "read_ns", "replica",
-        "request", "response", "second", "sent_ns", "served_status", "settled", "settled_ns",
-        "span", "tail", "tier", "tries", "version", "web",
+        "network_ns", "output_tokens", "own", "policy", "prompt_tokens", "raw", "read_ns",
+        "replica", "request", "response", "said", "sampled", "second", "sent_ns", "served_status",
+        "settled", "settled_ns", "similarity", "span", "tail", "tier", "trace", "tries", "version",
+        "wanted", "web",
     )  # fmt: skip
 
     def __init__(self, asked: Asked, name: str, entered_ns: int, request: web.BaseRequest) -> None:
@@ -93,25 +114,10 @@ class Call:
         self.replica = -1
         self.tier = self.policy = ""
         """Hash of the policy that sent its present try, in short; empty: none did."""
-        self.version = ""
-        """Of the model of the replica that the last try went to, or that made an answer that was
-        kept; empty: not known."""
-        self.prompt_tokens = -1
-        self.tries = self.cached_tokens = self.output_tokens = 0
-        self.engine: EngineTimes | None = None
-        self.finish_reason = ""
-        self.contradiction = False
-        self.served_status = 0
-        """HTTP status that a 4xx of the server is passed on with."""
-        self.body = b""
-        """The server's answer, where it is no stream."""
-        self.kept = b""
-        """A stream's answer in one piece, where it becomes a chain's state."""
-        self.tail: list[bytes] = []
-        """Events held back until the outcome is known."""
+        self.tries = 0
+        self._unanswered()
         self.committed = False
         """Headers have gone out: what goes wrong now is told in the stream."""
-        self.events_sent = 0
         self.response: web.StreamResponse | None = None
         self.settled: Settled | None = None
         self.own: asyncio.Task[None] | None = None
@@ -122,8 +128,39 @@ class Call:
         """Its present try: a task of its own, or ``own``."""
         self.second: asyncio.Task[None] | None = None
         self.done: asyncio.Future[None] | None = None
+        self.trace = ""
+        """The ``traceparent`` that its caller is told; empty: none."""
+        self.sampled = False
+        """Its texts are kept: a stream's answer is wanted in one piece, too."""
         self.span: Any = None
         """What telemetry keeps of it; None: it is not traced."""
+
+    def _unanswered(self) -> None:
+        """What is known of its answer: nothing yet."""
+        self.version = ""
+        """Of the model of the replica that the last try went to, or that made an answer that was
+        kept; empty: not known."""
+        self.prompt_tokens = -1
+        self.cached_tokens = self.output_tokens = self.events_sent = 0
+        self.engine: EngineTimes | None = None
+        self.finish_reason = ""
+        self.served_status = 0
+        """HTTP status that a 4xx of the server is passed on with."""
+        self.wanted = AS_ASKED
+        """The logprobs of its present try."""
+        self.contradiction = False
+        self.said: Said | None = None
+        """What it says, where a second run may be compared with it."""
+        self.body = b""
+        """All of it, where it is no stream."""
+        self.kept = b""
+        """A stream in one piece, where it becomes a chain's state."""
+        self.tail: list[bytes] = []
+        """Events held back until the outcome is known."""
+        self.raw: list[bytes] = []
+        """What was passed on of a stream, where its answer may be kept; without ``tail``."""
+        self.similarity = 0.0
+        """Between its question and that of the kept answer it gets; 0: it gets none."""
 
     def hops(self) -> Hops:
         """Where its time went, once it is over."""

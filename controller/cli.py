@@ -115,6 +115,21 @@ def parse_upstream(text: str) -> dict[str, object]:
     return found | {name: values for name, values in lists.items() if values}
 
 
+def parse_embeddings(text: str) -> dict[str, object]:
+    """``URL[,model=NAME]`` as settings."""
+    url, *parts = [part.strip() for part in text.split(",", 1)]
+    found: dict[str, object] = {"embeddings": url}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if name != "model" or not equals or not value:
+            raise FileError(
+                f"--embeddings {text}", "only the model's name may follow the URL", value=part,
+                hint="write URL,model=NAME",
+            )  # fmt: skip
+        found["embeddings_model"] = value
+    return found
+
+
 def make_settings(file: Path | None, options: dict[str, Any]) -> Settings:
     """The settings of ``file``, with what ``options`` says instead; checked as a whole."""
     raw: dict[str, Any] = {} if file is None else read_document(file)
@@ -166,9 +181,19 @@ def _check_whole(settings: Settings, where: str) -> None:
         urls.add(url)
         if upstream.profile:
             load_profile(upstream.profile)
+    if settings.redact:
+        from controller.store.redaction import load_patterns
+
+        load_patterns(Path(settings.redact))
+    if settings.embeddings:
+        check_url(settings.embeddings, where, "embeddings", path=False)
     for key in ("otlp", "webhook"):
         if getattr(settings, key):
             check_url(getattr(settings, key), where, key, path=True)
+    if settings.redis:
+        from controller.sharing.store import check_redis
+
+        check_redis(settings.redis, where)
     if settings.admin_token:
         from controller.admin.token import checked
 
@@ -291,16 +316,33 @@ def _completed(names: Callable[[], tuple[str, ...]]) -> Callable[..., list[str]]
     "--forecast", default=None, metavar="DIR",
     help="A trained forecaster: the policy is told what it says.  [default: none]",
 )  # fmt: skip
+@click.option(
+    "--redis", default=None, metavar="URL",
+    help="Redis shared with other controllers: limits, sessions, chains.  [default: alone]",
+)  # fmt: skip
 @click.option("--otlp", default=None, metavar="URL", help="OTLP/HTTP endpoint for spans.")
 @click.option(
     "--span-share", type=float, default=None, metavar="SHARE",
     help="Of requests that are traced where their caller does not say.  [default: 0.01]",
+)  # fmt: skip
+@click.option(
+    "--embeddings", default=None, metavar="URL[,model=NAME]",
+    help="An OpenAI-compatible server of embeddings: kept answers to questions that say the same in"
+    " other words are found by it.  [default: only to the same question]",
 )  # fmt: skip
 @click.option("--webhook", default=None, metavar="URL", help="Where alerts are posted.")
 @click.option("--no-usage", is_flag=True, help="Do not ask streams for their token counts.")
 @click.option("--no-extras", is_flag=True, help="Put no `twinkeel` object into answers.")
 @click.option("--confidence", is_flag=True, help="Ask for logprobs and score the answers.")
 @click.option("--no-record", is_flag=True, help="Write no trace of what passes.")
+@click.option(
+    "--sample-share", type=float, default=None, metavar="SHARE",
+    help="Of requests whose texts are kept, redacted; of a chain all or none.  [default: 0]",
+)  # fmt: skip
+@click.option(
+    "--redact", default=None, metavar="FILE",
+    help="More patterns of what is redacted, one NAME = REGEX a line.",
+)  # fmt: skip
 @click.option(
     "--limit", "limits", multiple=True, metavar="NAME=VALUE",
     help=f"A bound: {', '.join(Limits.__struct_fields__)}. Repeat for several.",
@@ -328,6 +370,7 @@ def serve(
     no_record: bool,
     limits: tuple[str, ...],
     upstreams: tuple[str, ...],
+    embeddings: str | None,
     log_level: str,
     check: bool,
     **plain: Any,
@@ -347,6 +390,8 @@ def serve(
             options["policy"] = policy or gpu_policy
         if upstreams:
             options["upstreams"] = list(upstreams)
+        if embeddings is not None:
+            options |= parse_embeddings(embeddings)
         if no_record:
             options["record"] = False
         token = _token_of(admin_token_file)
@@ -582,8 +627,9 @@ def token_for(file: Path | None, data: Path) -> str:
     return _token_of(path)
 
 
-def fetch(admin: str, path: str, token: str) -> bytes:
-    """The body of an answer of the admin API; what is wrong is a ``BadInput``."""
+def fetch(admin: str, path: str, token: str, missing: bytes | None = None) -> bytes:
+    """The body of an answer of the admin API; what is wrong is a ``BadInput``. ``missing`` is given
+    for a 404, where it is not None."""
     import http.client
     import urllib.error
     import urllib.request
@@ -598,6 +644,8 @@ def fetch(admin: str, path: str, token: str) -> bytes:
         with error:
             if error.code == 401:
                 raise BadInput(f"{url}: the admin token is not the controller's") from None
+            if error.code == 404 and missing is not None:
+                return missing
             raise BadInput(f"{url}: answered {error.code} ({error.reason})") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)

@@ -45,7 +45,7 @@ class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Put a ``twinkeel`` object into answers, into the last event of a stream."""
     confidence: bool = False
     """Ask for the logprobs that the policy wants for its score, and take them out again."""
-    
+
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds on what callers may send, and on how slowly."""
@@ -117,8 +117,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fleet file: the servers are processes that this controller runs, or pods; then there are no
     ``upstreams``. Empty: there are."""
     redis: str = ""
-    """Redis that several controllers share, for limits, sessions and the checkpoints of chains, such
-    as ``redis://10.0.0.9:6379/0``; empty: this controller is alone."""
+    """Redis that several controllers share, for limits, sessions and the checkpoints of chains,
+    such as ``redis://10.0.0.9:6379/0``; empty: this controller is alone."""
     embeddings: str = ""
     """OpenAI-compatible server of embeddings, by which kept answers to similar questions are found;
     empty: only those to the same question are."""

@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+import time
+from typing import TYPE_CHECKING, Literal
 
 from controller.driver import AFTER_READING_S
-from controller.upstream import judge, warming
+from controller.gateway.answers import LOOK_S_MOST, versions_of
+from controller.store.checkpoints import CheckpointsError, NewCheckpoint
+from controller.upstream import outgoing, warming
 from controller.upstream.client import TryFailed
 from policy.decisions import (
+    Lease,
     LookUp,
     ReadProgress,
+    Release,
     Rotated,
     SaveCheckpoint,
     Start,
     Stop,
+    Undo,
     Verify,
     Warm,
 )
@@ -30,7 +36,7 @@ from policy.events import (
     Verified,
     Warmed,
 )
-from policy.signals import answers_match
+from policy.signals import compare
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -39,28 +45,12 @@ if TYPE_CHECKING:
     from controller.call import Call
     from controller.driver import Driver
     from controller.gateway.answers import Answers
+    from controller.store.chains import ChainStore
     from controller.upstream.client import Client
     from controller.upstream.replica import Replica
     from policy.decisions import Decision
 
 LOGGER = logging.getLogger("twinkeel")
-
-
-class Checkpoints(Protocol):
-    """Where the states of chains are kept: ``controller.store.database.Database``."""
-
-    async def save_checkpoint(
-        self,
-        chain: str,
-        step: str,
-        request: str,
-        answer: bytes,
-        status: int,
-        content_type: str,
-        owner: str,
-    ) -> str:
-        """Keep the answer of a chain's step; the checkpoint's id."""
-        ...
 
 
 class Errands:
@@ -70,21 +60,23 @@ class Errands:
         self,
         driver: Driver,
         client: Client,
-        checkpoints: Checkpoints,
+        chains: ChainStore,
         answers: Answers,
         read_progress: Callable[[Replica], Awaitable[int | None]],
         counts: Callable[[Replica], bool],
         warm: Callable[[Replica], Awaitable[Warmed]],
         fleet: Callable[[Decision], object] = lambda decision: None,
+        lease: Callable[[Lease | Release], object] = lambda decision: None,
     ) -> None:
         self._driver = driver
         self._client = client
-        self._checkpoints = checkpoints
+        self._chains = chains
         self._answers = answers
         self._read = read_progress
         self._counts = counts
         self._warm_up = warm
         self._fleet = fleet
+        self._lease = lease
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, decision: Decision) -> None:
@@ -95,12 +87,16 @@ class Errands:
             self._verify(decision)
         elif isinstance(decision, SaveCheckpoint):
             self._spawn(self._save(decision, self._driver.calls[decision.request]))
+        elif isinstance(decision, Undo):
+            self._spawn(self._undo(decision))
         elif isinstance(decision, LookUp):
-            self._look_up(decision)
+            self._spawn(self._look_up(self._driver.calls[decision.request]))
         elif isinstance(decision, Warm):
             self._spawn(self._warm(self._driver.replicas[decision.replica]))
         elif isinstance(decision, Start | Stop | Rotated):
             self._fleet(decision)
+        elif isinstance(decision, Lease | Release):
+            self._lease(decision)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -146,18 +142,28 @@ class Errands:
         self._driver.second(call, replica, self._spawn(self._second(call, replica)))
 
     async def _second(self, call: Call, replica: Replica) -> None:
-        request = call.request
+        request, first = call.request, call.said
         try:
-            text, tokens = await self._client.second(call, replica)
+            second = await self._client.second(call, replica)
         except Exception as error:  # whatever it was, its caller waits
             if not isinstance(error, TryFailed):
                 LOGGER.exception("the second run on %s failed", replica.name)
             self._driver.feed(Verified(request, replica.id, "failed"))
             return
-        wrong, first = judge.whole(call.body, call.asked.endpoint)
-        same = wrong is None and first is not None and answers_match(judge.text_of(first), text)
-        verdict = "match" if same else "mismatch"
-        self._driver.feed(Verified(request, replica.id, verdict, tokens))  # type: ignore[arg-type]
+        section = self._driver.parameters.confidence
+        same = first is not None and compare(
+            first,
+            second.said,
+            greedy=outgoing.greedy(call.asked),
+            gap_min_permille=section.gap_min_permille,
+            same_tokens_permille=section.same_tokens_permille,
+        )
+        verdict: Literal["match", "mismatch"] = "match" if same else "mismatch"
+        self._driver.feed(
+            Verified(
+                request, replica.id, verdict, second.tokens, *second.certainty, second.contradiction
+            )
+        )
 
     # ---- checkpoints and kept answers ----
 
@@ -167,9 +173,11 @@ class Errands:
             self._driver.feed(CheckpointFailed(decision.request))
             return
         try:
-            checkpoint = await self._checkpoints.save_checkpoint(
-                decision.chain, decision.step, call.name, answer, 200, "application/json",
-                call.asked.user,
+            checkpoint = await self._chains.save(
+                NewCheckpoint(
+                    call.asked.user, decision.chain, decision.step, call.name, answer,
+                    ends_s=time.time() + decision.left_ns / 1e9, line=call.asked.line,
+                )
             )  # fmt: skip
         except Exception as error:  # whatever the store's trouble is, the caller gets its answer
             self._driver.trouble("checkpoint", f"the chain's state was not saved: {error}")
@@ -177,17 +185,29 @@ class Errands:
             return
         self._driver.feed(CheckpointSaved(decision.request, checkpoint))
 
-    def _look_up(self, decision: LookUp) -> None:
-        driver = self._driver
-        now_ns = driver.now_ns()
-        call = driver.calls[decision.request]
-        kept = self._answers.find(call.asked, now_ns)
+    async def _undo(self, decision: Undo) -> None:
+        try:
+            await self._chains.undo(decision.checkpoint, decision.user)
+        except CheckpointsError as error:
+            self._driver.trouble("checkpoint", f"steps that are to run again were kept: {error}")
+
+    async def _look_up(self, call: Call) -> None:
+        driver, asked, request = self._driver, call.asked, call.request
+        versions = versions_of(driver.replicas.values(), asked.model)
+        left_ns = call.arrived_ns + asked.deadline_ns - driver.now_ns()
+        try:
+            s_left = left_ns / 1e9 if asked.deadline_ns else LOOK_S_MOST
+            kept = await self._answers.find(asked, versions, s_left)
+        except Exception:  # whatever it was, its caller waits for the next best
+            LOGGER.exception("the look-up of a kept answer failed")
+            kept = None
+        if driver.calls.get(request) is not call:
+            return  # its caller went away, or its time was over
         if kept is None:
-            driver.feed(LookedUp(decision.request, False))
+            driver.feed(LookedUp(request, False))
             return
-        call.body, call.version = kept.body, kept.version
-        age_ns = now_ns - kept.at_ns
-        driver.feed(LookedUp(decision.request, True, age_ns, kept.confidence_permille))
+        call.body, call.version, call.similarity = kept.body, kept.version, kept.similarity
+        driver.feed(LookedUp(request, True, kept.age_ns, kept.confidence_permille))
 
     def warm_up(self, replica: Replica) -> None:
         """Let it answer a first few requests, logprobs among them: compiling what they need takes

@@ -29,6 +29,8 @@ from controller.fleet.static import StaticFleet
 from controller.forecasting import LOOK_S, Forecasting, kept_windows, load_model
 from controller.gateway.answers import Answers
 from controller.gateway.app import Gateway
+from controller.gateway.chains import KnownChains
+from controller.gateway.gauges import families as kept_answers
 from controller.gateway.keys import load_keys
 from controller.gpus.gauges import families
 from controller.gpus.watching import GpuWatch
@@ -36,15 +38,27 @@ from controller.listener import Listener
 from controller.observe import Shadow
 from controller.openapi import published
 from controller.reading import Reader
+from controller.sharing.leases import Sharing
+from controller.sharing.store import Store
+from controller.store.answers import KeptAnswers
+from controller.store.chains import ChainStore
+from controller.store.checkpoints import open_checkpoints
 from controller.store.database import Database
 from controller.store.deployments import end_interrupted
 from controller.store.folder import alone_in
 from controller.store.log import LiveLog
 from controller.store.recorder import Recorder
+from controller.store.redaction import Redactor, load_patterns
+from controller.store.samples import FOLDER as SAMPLES_FOLDER
+from controller.store.samples import Samples
 from controller.store.secret import kept_key
+from controller.store.steps import FILE as STEPS_FILE
+from controller.store.steps import WRITE_S, StepStore
+from controller.telemetry.chains import ChainTeller
 from controller.telemetry.metrics import LogHealth, Metrics, Sink
 from controller.telemetry.spans import Spans
 from controller.telemetry.webhook import Webhook
+from controller.upstream.embeddings import Embeddings
 from controller.upstream.replica import Replica
 from controller.upstream.scrape import Scraper
 from controller.upstream.watching import Watcher
@@ -55,6 +69,7 @@ from policy.files import FileError
 from policy.fleet import FORGOTTEN
 from policy.parameters import policy_hash
 from policy.service import Service
+from policy.signals.rules import rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -175,10 +190,13 @@ async def _start(
     stack.enter_context(alone_in(data))
     token = load_token(settings)
     keys = load_keys(settings.keys) if settings.keys else None
+    rules()  # read once, before somebody waits for it
     model = load_model(settings.forecast) if settings.forecast else None
     deploy_key = load_key(Path(os.environ.get(KEY_VARIABLE) or data / KEY_FILE))
     database = Database(data / "controller.sqlite")
     stack.callback(database.close)
+    chains = _chains(settings)
+    stack.callback(chains.close)
     interrupted = await database.run(lambda db: end_interrupted(db, time.time(), INTERRUPTED))
     beginning = await begin(settings, database)
     fleet = _opened(settings, umask)
@@ -190,10 +208,12 @@ async def _start(
     if settings.observe:
         running.shadow = beginning.wanted
     await _tell_breakers(beginning, database, ears)
-    answers = Answers()
+    answers = await _answers(settings, driver, stack)
+    ears.metrics.also(partial(kept_answers, answers))
     reloads = Reloads(fleet, driver)
     stack.push_async_callback(reloads.close)
-    watcher, look = _servers(settings, driver, fleet, reloads, database, answers, stack)
+    sharing = Sharing(driver, Store(settings.redis)) if settings.redis else None
+    watcher, look = _servers(settings, driver, fleet, reloads, chains, answers, sharing, stack)
     reloads.gate = watcher
     go_on(beginning, driver, settings)
     _forget_standbys(beginning, driver)
@@ -203,10 +223,14 @@ async def _start(
     reloads.cards = watch.views
     ears.metrics.also(lambda: families(watch.views()))
     deployments.tell_interrupted(interrupted)
+    await _share(sharing, driver, ears.metrics, stack)
 
     openapi = published("controller.gateway")
     secret = kept_key(data / "fingerprint.key")
-    gateway = Gateway(driver, secret, answers, database, keys, ears.metrics.rejected, openapi)
+    gateway = Gateway(
+        driver, secret, answers, chains, KnownChains(driver, chains, bool(settings.redis)), keys,
+        ears.metrics.rejected, openapi, ears.chains.own,
+    )  # fmt: skip
     gateway.start()
     stack.push_async_callback(gateway.close)
     options = http.public_options(settings.limits)
@@ -220,22 +244,29 @@ async def _start(
         settings, driver, ears.stats, token, ears.metrics.render, database, deployments,
         running.why_not_ready, running.stop, ears.reader.waiting, ears.observed, running.shadow,
         fleet.view, watch.views, partial(_restore, fleet, watch), partial(_mend, fleet),
-        reloads,
+        reloads, ears.steps,
     )  # fmt: skip
-    with _naming("admin-port", settings.admin_host, settings.admin_port):
-        admin, admin_door = await http.listen_app(
-            make_app(sources), settings.admin_host, settings.admin_port
-        )
-    stack.push_async_callback(admin.cleanup)
-    stack.callback(admin_door.stop)
-    running.admin_url = f"http://{settings.admin_host}:{admin_door.port}"
-    _tell_address(data / ADDRESS_FILE, running.admin_url, stack)
+    await _serve_admin(running, sources, stack)
     await watch.begin()
     stack.push_async_callback(watch.close)
     await fleet.begin(driver, watcher)
     look()
     _collect_rarely()
     return running, gateway, door
+
+
+async def _serve_admin(
+    running: Running, sources: Sources, stack: contextlib.AsyncExitStack
+) -> None:
+    settings = running.settings
+    with _naming("admin-port", settings.admin_host, settings.admin_port):
+        admin, door = await http.listen_app(
+            make_app(sources), settings.admin_host, settings.admin_port
+        )
+    stack.push_async_callback(admin.cleanup)
+    stack.callback(door.stop)
+    running.admin_url = f"http://{settings.admin_host}:{door.port}"
+    _tell_address(settings.data_path / ADDRESS_FILE, running.admin_url, stack)
 
 
 # ---- the driver, and who listens ----
@@ -248,6 +279,8 @@ class _Hearers:
     stats: Stats
     metrics: Metrics
     reader: Reader
+    chains: ChainTeller
+    steps: StepStore
     observed: Callable[[], Mapping[str, int] | None] = field(default=lambda: None)
 
 
@@ -270,13 +303,16 @@ async def _driver(
     epoch_ns = time.time_ns() - clock()
     spans = Spans(settings, epoch_ns, lambda replica: replicas[replica].url)
     stack.push_async_callback(spans.close)
+    in_loop = partial(_trouble_in_loop, asyncio.get_running_loop())
+    steps = StepStore(data / STEPS_FILE, on_trouble=lambda text: in_loop(driver, "chains", text))
+    stack.callback(steps.close)
     webhook = Webhook(
         settings.webhook, f"{settings.host}:{settings.port}",
         lambda: driver.parameters.name, time.time_ns,
     )  # fmt: skip
     await webhook.start()
     stack.push_async_callback(webhook.close)
-    stats = Stats()
+    stats = Stats(parameters)
     tee = Tee(log)
     driver = Driver(
         settings, beginning.policy, parameters, tee, replicas, clock,
@@ -290,10 +326,13 @@ async def _driver(
     def sinks() -> Mapping[str, Sink]:
         kept = {} if recorder is None else {"trace": Sink(recorder.rows, 0, recorder.dropped_rows)}
         breakers = Sink(database.moves, 0, database.left_out)
+        if samples is not None:
+            kept["samples"] = Sink(samples.kept, samples.failed, samples.dropped)
         if forecasting is not None:
             kept["forecast"] = Sink(forecasting.told, forecasting.failed, 0)
         return {
-            "spans": spans.counts(), "webhook": webhook.counts(), "breakers": breakers, **kept,
+            "spans": spans.counts(), "webhook": webhook.counts(), "breakers": breakers,
+            "chains": Sink(steps.written, steps.failed, steps.dropped), **kept,
         }  # fmt: skip
 
     def health() -> LogHealth:
@@ -303,7 +342,15 @@ async def _driver(
     metrics = Metrics(reader)
     driver.listen(metrics)
     driver.listen(_PolicyTeller(metrics, parameters))
-    ears = _Hearers(stats, metrics, reader)
+    chains = ChainTeller(
+        steps, spans, metrics, clock, lambda replica: replicas[replica].name,
+        partial(_budget_s, driver),
+    )  # fmt: skip
+    driver.listen(chains)
+    samples = _samples(settings, driver, stack)
+    driver.every(WRITE_S, steps.flush)
+    driver.every(LOOK_S, lambda: spans.turn(clock()))
+    ears = _Hearers(stats, metrics, reader, chains, steps)
     if settings.observe:
         shadow = Shadow(
             beginning.wanted, data / "shadow", clock, driver.at, partial(driver.trouble, "shadow")
@@ -313,6 +360,13 @@ async def _driver(
         driver.listen(shadow)
         ears.observed = reader.observed = shadow.report
     return driver, tee, ears
+
+
+def _budget_s(driver: Driver, line: str) -> float | None:
+    chains = driver.parameters.chains
+    if not chains.enabled or not isinstance(driver.policy, Service):
+        return None
+    return chains.lines.get(line, chains.default).budget_ms / 1000
 
 
 async def _forecasting(
@@ -359,6 +413,28 @@ def _recorder(
     driver.every(RECORD_S, lambda: recorder.flush(driver.now_ns()))
     stack.callback(recorder.close)
     return recorder
+
+
+def _trouble_in_loop(loop: asyncio.AbstractEventLoop, driver: Driver, key: str, text: str) -> None:
+    """As ``Driver.trouble``, from a thread."""
+    with contextlib.suppress(RuntimeError):  # it is closed already
+        loop.call_soon_threadsafe(driver.trouble, key, text)
+
+
+def _samples(
+    settings: Settings, driver: Driver, stack: contextlib.AsyncExitStack
+) -> Samples | None:
+    """None: no text is ever kept."""
+    more = load_patterns(Path(settings.redact)) if settings.redact else ()
+    if settings.sample_share <= 0.0:
+        return None
+    samples = Samples(
+        settings.data_path / SAMPLES_FOLDER, settings.sample_share, Redactor(more),
+        on_trouble=partial(_trouble_in_loop, asyncio.get_running_loop(), driver, "samples"),
+    )  # fmt: skip
+    driver.listen(samples)
+    stack.callback(samples.close)
+    return samples
 
 
 class _BreakerKeeper(Listener):
@@ -427,13 +503,43 @@ def _forget_standbys(beginning: Beginning, driver: Driver) -> None:
             driver.feed(ReplicaDown(replica, FORGOTTEN))
 
 
+def _chains(settings: Settings) -> ChainStore:
+    where = settings.redis or settings.data_path / "checkpoints.sqlite"
+    return ChainStore(open_checkpoints(where))
+
+
+async def _answers(settings: Settings, driver: Driver, stack: contextlib.AsyncExitStack) -> Answers:
+    """Answers for callers who have to be content with them, and who embeds their questions."""
+    loop = asyncio.get_running_loop()
+
+    def trouble(text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(driver.trouble, "kept answers", text)
+
+    store = KeptAnswers(
+        settings.data_path / "answers.sqlite", bytes_most=settings.answers_mb_most * 1024 * 1024,
+        s_most=settings.answers_s_most, on_trouble=trouble,
+    )  # fmt: skip
+    stack.callback(store.close)
+    embeddings = None
+    if settings.embeddings:
+        embeddings = Embeddings(
+            await stack.enter_async_context(http.session()), settings.embeddings,
+            settings.embeddings_model, partial(driver.trouble, "embeddings"),
+        )  # fmt: skip
+    answers = Answers(store, embeddings)
+    stack.push_async_callback(answers.close)
+    return answers
+
+
 def _servers(
     settings: Settings,
     driver: Driver,
     fleet: Fleet,
     reloads: Reloads,
-    database: Database,
+    chains: ChainStore,
     answers: Answers,
+    sharing: Sharing | None,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Watcher, Callable[[], None]]:
     """Do what the policy asks for; the second of what is returned begins to look for the
@@ -441,8 +547,8 @@ def _servers(
     watcher = Watcher(driver, settings.probe_s)
     scraper = Scraper(driver, settings.scrape_s, watcher.paged, settings.features.confidence)
     errands = Errands(
-        driver, driver.client, database, answers, scraper.read_progress, scraper.counts,
-        reloads.warm, fleet.run,
+        driver, driver.client, chains, answers, scraper.read_progress, scraper.counts,
+        reloads.warm, fleet.run, *(() if sharing is None else (sharing.run,)),
     )  # fmt: skip
     stack.push_async_callback(errands.close)
     driver.start(errands, watcher.suspect, fleet.ended)
@@ -456,6 +562,18 @@ def _servers(
         scraper.start()
 
     return watcher, look
+
+
+async def _share(
+    sharing: Sharing | None, driver: Driver, metrics: Metrics, stack: contextlib.AsyncExitStack
+) -> None:
+    """Let the policy know with whom it shares its limits, before anybody may call."""
+    if sharing is None:
+        return  # it is alone, as it begins and after a restart
+    metrics.also(sharing.counts.families)
+    driver.listen(sharing)
+    stack.push_async_callback(sharing.close)
+    await sharing.begin()
 
 
 class _WarmsUp(Listener):

@@ -17,6 +17,7 @@ from controller.admin.status import Status
 from controller.deployment.views import Current, Diff, Row
 from controller.fleet.contract import FleetView  # noqa: TC001 - msgspec reads it
 from controller.gpus.view import CardView  # noqa: TC001
+from controller.store.steps import ChainLine, ChainView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,6 +116,10 @@ class _Now(msgspec.Struct):
     current: Current | None
 
 
+class _Chains(msgspec.Struct):
+    chains: tuple[ChainLine, ...]
+
+
 class Admin:
     """A controller's admin API.
 
@@ -161,6 +166,20 @@ class Admin:
         """What deployment ``number`` changed, or differs in from deployment ``before``."""
         query = "" if before is None else "?" + urlencode({"from": before})
         return self._decoded("GET", f"/deployments/{number}/diff{query}", Diff)
+
+    def chains(self) -> tuple[ChainLine, ...]:
+        """Chains, the one that was served last first. Earlier controllers have no such path."""
+        return self._decoded("GET", "/chains", _Chains).chains
+
+    def chain(self, name: str, user: str = "") -> ChainView | None:
+        """The youngest chain of that name, of ``user`` where one is given; None: none is known."""
+        query = "?" + urlencode({"user": user}) if user else ""
+        try:
+            return self._decoded("GET", f"/chains/{quote(name, safe='')}{query}", ChainView)
+        except AdminError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
 
     def ways(self) -> tuple[Way, ...]:
         """All that the admin API offers, as it says itself."""

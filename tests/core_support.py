@@ -22,10 +22,14 @@ from controller.driver import Clock, Driver
 from controller.errands import Errands
 from controller.gateway.answers import Answers
 from controller.gateway.app import Gateway
+from controller.gateway.chains import KnownChains
 from controller.http import listen, public_options
 from controller.http import session as make_session
 from controller.listener import Listener
-from controller.store.database import Database
+from controller.store.answers import KeptAnswers
+from controller.store.chains import ChainStore
+from controller.store.checkpoints import SqliteCheckpoints
+from controller.upstream.embeddings import Embeddings
 from controller.upstream.replica import Replica
 from policy.audit import replay
 from policy.compose import build_policy
@@ -210,12 +214,19 @@ class Core:
     """Driver, gateway and what they need, running."""
 
     def __init__(
-        self, driver: Driver, gateway: Gateway, log: _Kept, url: str, database: Database
+        self,
+        driver: Driver,
+        gateway: Gateway,
+        log: _Kept,
+        url: str,
+        chains: ChainStore,
+        answers: Answers,
     ) -> None:
         self.driver = driver
         self.gateway = gateway
         self.url = url
-        self.database = database
+        self.chains = chains
+        self.answers = answers
         self.heard = Heard()
         driver.listen(self.heard)
         self._log = log
@@ -296,6 +307,7 @@ async def core(
     models: tuple[str, ...] = ("m",),
     up: Mapping[str, Any] | None = None,
     checked: bool = True,
+    embeddings: str | None = None,
 ) -> AsyncIterator[Core]:
     """Started servers with a controller before them, whose replicas are all up."""
     loop = asyncio.get_running_loop()
@@ -312,8 +324,8 @@ async def core(
             limits=limits or Limits(),
             keys="some" if keys is not None else "",
         )
-        database = Database(folder / "controller.sqlite")
-        stack.callback(database.close)
+        chains = ChainStore(SqliteCheckpoints(folder / "checkpoints.sqlite"))
+        stack.callback(chains.close)
         chosen = made_parameters(**(policy or {}))
         service = build_policy(chosen)
         kept, clock = _Kept(), Clock()
@@ -322,14 +334,22 @@ async def core(
         session = await stack.enter_async_context(make_session())
         replicas = [Replica(n, each, session) for n, each in enumerate(settings.upstreams)]
         driver = Driver(settings, service, chosen, kept.log, replicas, clock)
-        answers = Answers()
+        kept_answers = KeptAnswers(
+            folder / "answers.sqlite", bytes_most=64 * 1024 * 1024, s_most=3600.0
+        )
+        stack.callback(kept_answers.close)
+        vectors = None if embeddings is None else Embeddings(session, embeddings)
+        answers = Answers(kept_answers, vectors)
+        stack.push_async_callback(answers.close)
         errands = Errands(
-            driver, driver.client, database, answers, _unread, lambda replica: False, _warmed
+            driver, driver.client, chains, answers, _unread, lambda replica: False, _warmed
         )
         stack.push_async_callback(driver.close)
         stack.push_async_callback(errands.close)
         driver.start(errands, lambda replica: None)
-        gateway = Gateway(driver, b"k" * 32, answers, database, keys)
+        gateway = Gateway(
+            driver, b"k" * 32, answers, chains, KnownChains(driver, chains, False), keys
+        )
         gateway.start()
         stack.push_async_callback(gateway.close)
         runner, door = await listen(
@@ -337,7 +357,7 @@ async def core(
         )
         stack.push_async_callback(runner.cleanup)
         stack.callback(door.stop)
-        running = Core(driver, gateway, kept, f"http://127.0.0.1:{door.port}", database)
+        running = Core(driver, gateway, kept, f"http://127.0.0.1:{door.port}", chains, answers)
         for replica in replicas:
             running.up(replica.id, models=models, **(up or {}))
         yield running

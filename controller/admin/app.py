@@ -20,6 +20,7 @@ from controller.fleet.contract import FleetView
 from controller.fleet.reload import Asked
 from controller.openapi import published
 from controller.store.database import DatabaseError
+from controller.store.steps import ChainList
 from policy.files import FileError
 from policy.parameters import policy_hash, render
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from controller.deployment.manager import Deployments
     from controller.driver import Driver
     from controller.fleet.reload import Reloads
+    from controller.store.steps import StepStore
     from policy.parameters import Parameters
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -115,6 +117,8 @@ class Sources:
     """The same of what a slot runs on."""
     reloads: Reloads | None = None
     """Brings models into other versions."""
+    chains: StepStore | None = None
+    """What the steps of chains were."""
 
 
 def make_app(sources: Sources) -> web.Application:
@@ -156,6 +160,8 @@ def make_app(sources: Sources) -> web.Application:
             web.get("/log", admin.log),
             web.get("/log/{name}", admin.segment),
             web.get("/alerts", admin.alerts),
+            web.get("/chains", admin.chains),
+            web.get("/chains/{chain:.+}", admin.chain),
             web.get("/openapi.json", admin.openapi),
         ]
     )
@@ -332,6 +338,24 @@ class _Admin:
 
     async def alerts(self, request: web.Request) -> web.StreamResponse:
         return _json({"alerts": alerts_of(self._sources.stats.alerts)})
+
+    async def chains(self, request: web.Request) -> web.StreamResponse:
+        """Chains, the one that was served last first."""
+        store = self._sources.chains
+        return _json(ChainList([] if store is None else await store.recent()))
+
+    async def chain(self, request: web.Request) -> web.StreamResponse:
+        """One of them, step by step."""
+        store = self._sources.chains
+        name, user = request.match_info["chain"], request.query.get("user")
+        found = None if store is None else await store.chain(name, user)
+        if found is None:
+            of = "" if user is None else f" of the user {user[:80]!r}"
+            return _error(
+                404, "no_such_chain",
+                f"no step of a chain {name[:80]!r}{of} is known: GET /chains lists the youngest",
+            )  # fmt: skip
+        return _json(found)
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._openapi, content_type="application/json")

@@ -41,6 +41,7 @@ def tables(status: Status) -> Iterator[RenderableType]:
     yield tiers(status)
     yield hops(status)
     yield outcomes(status)
+    yield from _answers(status)
     yield from _breakers(status)
     yield from _alerts(status)
     if status.observed is not None:
@@ -92,6 +93,23 @@ def outcomes(status: Status) -> Table:
     for row in status.outcomes:
         table.add_row(row.outcome, row.why or "-", str(row.requests))
     return table
+
+
+def _answers(status: Status) -> Iterator[RenderableType]:
+    """How far answers could be trusted; nothing where none had a score."""
+    answers = status.answers
+    if answers is None or answers.confidence.mean_permille is None:
+        return
+    confidence, budget = answers.confidence, answers.budget
+    said = (
+        f"answers: {confidence.scored} scored, mean confidence"
+        f" {answers.confidence.mean_permille / 1000:.3f}, {confidence.below_verify} too low to be"
+        f" trusted; {answers.second_runs} second runs"
+    )
+    if budget is not None:
+        said += f", {budget.saved_tokens} of {budget.burst_tokens} tokens saved for more"
+    counted = ", ".join(f"{name} {count}" for name, count in answers.verification.items())
+    yield Text(f"{said}; {counted}" if counted else said)
 
 
 def _breakers(status: Status) -> Iterator[RenderableType]:

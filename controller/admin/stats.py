@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from controller.listener import Listener
 from controller.telemetry.drifts import Drifts
-from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled
+from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Verify
 from policy.events import ReplicaDown, ReplicaUp, Scraped, StepsRead
 
 if TYPE_CHECKING:
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from controller.call import Call, Hops
     from policy.decisions import Decision, Settled
     from policy.events import Event
+    from policy.parameters import Parameters
 
 CALLS_KEPT = 1000
 ALERTS_KEPT = 100
 BREAKERS_KEPT = 1000
 """Closed ones are forgotten first: callers invent business lines, which are part of a key."""
+NOT_SCORED = ("cached", "checkpoint")
+"""How answers were given whose score was counted when they were made."""
 
 
 class Past(NamedTuple):
@@ -45,9 +48,20 @@ class Stats(Listener):
     """Counts outcomes, and keeps the last calls, alerts, and the state of breakers and rotation.
 
     Nothing in it comes from a prompt or an answer.
+
+    Args:
+        parameters: those in force; None: none of an answer's scores is too low.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Parameters | None = None) -> None:
+        self._verify_below = 0
+        if parameters is not None:
+            self.switched(parameters)
+        self.scored = self.score_permille = self.below_verify = 0
+        """Answers with a score, the sum of these, and those that were too low to be trusted."""
+        self.verifications: Counter[str] = Counter()
+        """By status."""
+        self.second_runs = 0
         self.started_s = time.time()
         self.calls: deque[Past] = deque(maxlen=CALLS_KEPT)
         self.alerts: deque[Heard] = deque(maxlen=ALERTS_KEPT)
@@ -72,9 +86,19 @@ class Stats(Listener):
 
     def settled(self, call: Call, settled: Settled) -> None:
         self.outcomes[settled.outcome, kind_of(settled.why)] += 1
+        score = settled.confidence_permille
+        if score >= 0 and settled.why not in NOT_SCORED:
+            self.scored += 1
+            self.score_permille += score
+            self.below_verify += score < self._verify_below
+        if settled.verification:
+            self.verifications[settled.verification] += 1
         self.calls.append(
             Past(settled.tier or call.tier, settled.outcome, ttft_ns(call), call.hops())
         )
+
+    def switched(self, parameters: Parameters) -> None:
+        self._verify_below = parameters.confidence.verify_below_permille
 
     def lost(self, settled: Settled) -> None:
         self.lost_calls += 1
@@ -94,6 +118,8 @@ class Stats(Listener):
             self.scaled[decision.pool] = decision
         elif isinstance(decision, Refused):
             self.refused += 1
+        elif isinstance(decision, Verify):
+            self.second_runs += 1
 
     def fed(self, now_ns: int, event: Event) -> None:
         self._now_ns = now_ns

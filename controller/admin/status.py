@@ -11,6 +11,7 @@ import msgspec
 from controller.telemetry import timing
 from controller.telemetry.timing import NS_PER_MS
 from policy.parameters import policy_hash
+from policy.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -127,6 +128,38 @@ class AlertView(msgspec.Struct, frozen=True):
     figures: dict[str, int]
 
 
+class ConfidenceView(msgspec.Struct, frozen=True):
+    """How far answers could be trusted, since the start."""
+
+    scored: int
+    """Answers that had a score."""
+    mean_permille: int | None
+    """Null: none had one."""
+    below_verify: int
+    """Those below the threshold of a second run."""
+
+
+class BudgetView(msgspec.Struct, frozen=True):
+    """What second runs are paid from, in tokens."""
+
+    saved_tokens: int
+    burst_tokens: int
+    """As much as can be saved."""
+    budget_permille: int
+    """Of the tokens served, what is saved."""
+
+
+class AnswersView(msgspec.Struct, frozen=True):
+    """How far answers can be trusted, and what was done about it."""
+
+    confidence: ConfidenceView
+    verification: dict[str, int]
+    """Answers by what became of their verification."""
+    second_runs: int
+    budget: BudgetView | None
+    """Null: the policy in force makes no second runs."""
+
+
 class Status(msgspec.Struct, frozen=True):
     """A controller, now."""
 
@@ -156,6 +189,7 @@ class Status(msgspec.Struct, frozen=True):
     """With ``--observe``: the policy that would have."""
     deployment: str = ""
     """What is being deployed, and how far it is; empty: nothing."""
+    answers: AnswersView | None = None
 
 
 def status_of(
@@ -196,7 +230,23 @@ def status_of(
         observed=None if observed is None else dict(observed),
         shadow=None if shadow is None else _policy(shadow),
         deployment=deployment,
+        answers=_answers(driver, stats),
     )
+
+
+def _answers(driver: Driver, stats: Stats) -> AnswersView:
+    mean = None if not stats.scored else round(stats.score_permille / stats.scored)
+    return AnswersView(
+        ConfidenceView(stats.scored, mean, stats.below_verify),
+        dict(sorted(stats.verifications.items())),
+        stats.second_runs,
+        _budget(driver),
+    )
+
+
+def _budget(driver: Driver) -> BudgetView | None:
+    budget = driver.policy.verification() if isinstance(driver.policy, Service) else None
+    return None if budget is None else BudgetView(*budget)
 
 
 def _policy(parameters: Parameters) -> PolicyView:

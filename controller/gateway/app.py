@@ -15,6 +15,7 @@ from controller.call import Call
 from controller.gateway import asking, errors
 from controller.gateway.asking import BadRequest
 from controller.gateway.slow import watch
+from controller.gateway.steps import OwnSteps
 from controller.gateway.streams import CallerGone
 from controller.gateway.telling import JSON, Teller
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
     from controller.driver import Driver
     from controller.gateway.answers import Answers
+    from controller.gateway.chains import KnownChains
     from controller.gateway.keys import Keys
-    from controller.store.database import Database
+    from controller.store.chains import ChainStore
+    from controller.telemetry.chains import OwnStep
     from policy.events import Endpoint
 
     Route = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -44,9 +47,11 @@ class Gateway:
         secret: key of prompt fingerprints.
         keys: whose API keys are taken; None: callers need none.
         answers: kept for degraded callers.
-        database: keeps the answers of chains' steps.
+        chains: keeps the answers of chains' steps.
+        known: tells the policy of chains that it has not heard of.
         openapi: the published document, as JSON.
         rejected: is told the status of each request that is not passed on.
+        own_step: is told of clients' own steps of chains; None: they are not taken.
     """
 
     def __init__(
@@ -54,16 +59,19 @@ class Gateway:
         driver: Driver,
         secret: bytes,
         answers: Answers,
-        database: Database,
+        chains: ChainStore,
+        known: KnownChains,
         keys: Keys | None = None,
         rejected: Callable[[int], object] = lambda status: None,
         openapi: bytes = b"{}",
+        own_step: Callable[[OwnStep], object] | None = None,
     ) -> None:
         self._driver = driver
         self._rejected = rejected
         self._limits = driver.settings.limits
         self._secret = secret
-        self._teller = Teller(driver, answers, database)
+        self._teller = Teller(driver, answers, chains)
+        self._known_chains = known
         self._keys = keys
         self._openapi = openapi
         self._routes: dict[str, dict[str, Route]] = {
@@ -75,6 +83,9 @@ class Gateway:
             "/ready": dict.fromkeys(READING, self._ready),
             "/openapi.json": dict.fromkeys(READING, self._document),
         }
+        self._steps = None
+        if own_step is not None:
+            self._steps = OwnSteps(own_step, self._tenant, self._limits.body_s_most)
         self._reading = 0
         """Requests whose body is on its way."""
         self.closed = False
@@ -86,6 +97,8 @@ class Gateway:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer any request. (aiohttp's own router costs more than the rest of this.)"""
         methods = self._routes.get(request.path)
+        if methods is None and self._steps is not None:
+            methods = self._steps.methods(request.path)
         if methods is None:
             return self._refuse(
                 BadRequest(f"there is no {request.path[:200]}", code="not_found", status=404),
@@ -95,6 +108,8 @@ class Gateway:
         if route is not None:
             try:
                 return await route(request)
+            except BadRequest as bad:
+                return self._refuse(bad, request)
             except Exception:  # a fault of ours: told in the shape that callers read
                 LOGGER.exception("a request to %s could not be answered", request.path)
                 fault = BadRequest("the gateway failed", code="internal_error", status=500)
@@ -140,6 +155,8 @@ class Gateway:
         except BadRequest as bad:
             self._rejected(bad.status)
             return _refusal(bad, name)
+        if asked.chain:
+            await self._known_chains.look_up(asked)
         call = Call(asked, name, entered_ns, request)
         if asked.stream:
             call.response = web.StreamResponse()

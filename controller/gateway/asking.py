@@ -151,6 +151,38 @@ def read(
     )
 
 
+def name(value: str, what: str) -> str:
+    """A name that a caller gave, as a log can hold it.
+
+    Raises:
+        BadRequest: it cannot.
+    """
+    return _name(value, what)
+
+
+def caller(headers: Mapping[str, str], tenant: tuple[str, str, str]) -> tuple[str, str]:
+    """User and business line, where no body says more; as ``read`` has them.
+
+    Raises:
+        BadRequest: one is no name.
+    """
+    own, _, line = tenant
+    user = _of_tenant(own, _name(headers.get("x-twinkeel-user"), "x-twinkeel-user"))
+    return user or own, _name(headers.get("x-twinkeel-line"), "x-twinkeel-line") or line
+
+
+def wants_json(asked: Asked) -> bool:
+    """Whether the caller will read the answer's text as JSON."""
+    document = asked.document
+    form = document.get("response_format")
+    if isinstance(form, dict) and form.get("type") in ("json_object", "json_schema"):
+        return True
+    outputs = document.get("structured_outputs")  # vLLM's own ways to say it
+    given = outputs if isinstance(outputs, dict) else {}
+    names = ("json", "json_object")
+    return any(given.get(name) or document.get(f"guided_{name}") for name in names)
+
+
 def prompt_text(asked: Asked) -> str:
     """All of the prompt's text, for what has to compare it with the answer."""
     document = asked.document

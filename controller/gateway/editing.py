@@ -10,29 +10,57 @@ DONE = b"data: [DONE]\n\n"
 _decode = msgspec.json.Decoder().decode
 
 
-def whole_without_logprobs(body: bytes) -> bytes:
-    """An answer whose choices say ``null`` where the logprobs were."""
+def whole_with_logprobs(body: bytes, shown: int) -> bytes:
+    """An answer with ``shown`` candidates a token, as a server gives them to one who asks for so
+    many; below 0: ``null`` in place of all logprobs."""
     document = _decode(body)
-    return msgspec.json.encode(document) if _blanked(document) else body
+    return msgspec.json.encode(document) if _trimmed(document, shown) else body
 
 
-def event_without_logprobs(event: bytes) -> bytes:
+def event_with_logprobs(event: bytes, shown: int) -> bytes:
     """The same for an event of a stream."""
     if event.count(b'"logprobs"') == event.count(b'"logprobs":null'):
         return event
     document = _decode(event[event.index(b"{") :].strip())
-    if not _blanked(document):
+    if not _trimmed(document, shown):
         return event
     return b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
-def _blanked(document: Any) -> bool:
+def _trimmed(document: Any, shown: int) -> bool:
     found = False
     for choice in document.get("choices") or ():
-        if choice.get("logprobs") is not None:
+        logprobs = choice.get("logprobs")
+        if logprobs is None:
+            continue
+        found = True
+        if shown < 0:
             choice["logprobs"] = None
-            found = True
+        elif isinstance(logprobs, dict):
+            _trim(logprobs, shown)
     return found
+
+
+def _trim(logprobs: dict[str, Any], shown: int) -> None:
+    """vLLM lists the token itself first, then the likeliest others: of a chat's so many in all, of
+    a completion's the likeliest so many, and the token itself where it is none of them."""
+    content, top = logprobs.get("content"), logprobs.get("top_logprobs")
+    for token in content if isinstance(content, list) else ():
+        listed = token.get("top_logprobs") if isinstance(token, dict) else None
+        if isinstance(listed, list):
+            token["top_logprobs"] = listed[:shown]
+    if isinstance(top, list):
+        logprobs["top_logprobs"] = [
+            _likeliest(each, shown) if isinstance(each, dict) else each for each in top
+        ]
+
+
+def _likeliest(top: dict[str, Any], shown: int) -> dict[str, Any]:
+    """The likeliest so many, and the token itself, which comes first."""
+    entries = list(top.items())
+    known = [at for _, at in entries if isinstance(at, int | float)]
+    ahead = sum(at > known[0] for at in known)  # none where there is none
+    return dict(entries[: shown + (ahead >= shown)])
 
 
 def with_member(body: bytes, name: str, value: object) -> bytes:

@@ -94,6 +94,8 @@ class Streams:
         headers["x-twinkeel-request"] = str(call.request)
         if call.tier:
             headers["x-twinkeel-tier"] = call.tier
+        if call.trace:
+            headers["traceparent"] = call.trace
         if call.first_ns >= 0 and version_label(call.version):  # else another may answer yet
             headers[VERSION] = version_label(call.version)
         headers["Cache-Control"] = "no-cache"

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from controller.gateway import editing, errors
+from controller.gateway import asking, editing, errors
+from controller.gateway.answers import keeps
 from controller.gateway.streams import VERSION, CallerGone, let_go, version_label
-from controller.store.database import Database, DatabaseError
+from controller.store.checkpoints import CheckpointsError
 from controller.telemetry.timing import server_timing, timing_object
 from policy.canary import HASH_DIGITS
 from policy.parameters import policy_hash
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from controller.call import Call
     from controller.driver import Driver
     from controller.gateway.answers import Answers
+    from controller.store.chains import ChainStore
     from policy.decisions import Settled
     from policy.parameters import Parameters
 
@@ -36,15 +38,15 @@ class Teller:
 
     Args:
         answers: good ones are kept here, for degraded callers.
-        database: keeps the answers of chains' steps.
+        chains: keeps the answers of chains' steps.
     """
 
-    def __init__(self, driver: Driver, answers: Answers, database: Database) -> None:
+    def __init__(self, driver: Driver, answers: Answers, chains: ChainStore) -> None:
         self._driver = driver
         self._unread_s_most = driver.settings.limits.unread_s_most
         self._extras = driver.features.extras
         self._answers = answers
-        self._database = database
+        self._chains = chains
         self._ruling = driver.parameters
         self._ruling_hash = short_hash(driver.parameters)
 
@@ -99,6 +101,8 @@ class Teller:
         if self._extras:
             events = _with_extra(events, self._extra(call, settled))
         await self._driver.streams.end(call, b"".join(events))
+        if call.raw and not body:
+            self._keep(call, settled, b"".join([*call.raw, *call.tail]))
         return call.response
 
     def _body_of(self, call: Call, settled: Settled) -> bytes:
@@ -112,8 +116,8 @@ class Teller:
     async def _stored(self, call: Call, settled: Settled) -> bytes:
         """The answer that this step of the chain had before; empty: it is not there any more."""
         try:
-            stored = await self._database.load_checkpoint(settled.checkpoint, call.asked.user)
-        except DatabaseError as error:
+            stored = await self._chains.load(settled.checkpoint, call.asked.user)
+        except CheckpointsError as error:
             self._driver.trouble("checkpoint", str(error))
             return b""
         return b"" if stored is None else stored.answer
@@ -152,11 +156,16 @@ class Teller:
         }
         if settled.tier:
             headers["x-twinkeel-tier"] = settled.tier
+        if call.trace:
+            headers["traceparent"] = call.trace
         version = _version(call, settled)
         if version:
             headers[VERSION] = version
         if settled.outcome == "degraded":
             headers["x-twinkeel-degraded"] = settled.why
+            if settled.why == "cached":
+                headers["x-twinkeel-age-s"] = f"{settled.age_ns / 1e9:.3f}"
+                headers["x-twinkeel-similarity"] = f"{call.similarity:.3f}"
         if settled.confidence_permille >= 0:
             headers["x-twinkeel-confidence"] = f"{settled.confidence_permille / 1000:.3f}"
         if settled.verification:
@@ -192,8 +201,9 @@ class Teller:
             extra["verification_status"] = settled.verification
         if settled.outcome == "degraded":
             extra["degraded"] = settled.why
-            if settled.age_ns:
+            if settled.why == "cached":
                 extra["age_s"] = settled.age_ns / 1e9
+                extra["similarity"] = round(call.similarity, 3)
         if settled.checkpoint:
             extra["checkpoint_id"] = settled.checkpoint
         if call.response is not None:
@@ -203,18 +213,21 @@ class Teller:
 
     def _keep(self, call: Call, settled: Settled, body: bytes) -> None:
         """For callers that will have to be content with it."""
-        actions = (
-            *self._driver.parameters.breakers.actions,
-            *self._driver.parameters.confidence.actions,
-        )
-        if "cached" in actions and call.asked.endpoint != "embeddings":
-            now_ns, permille = self._driver.now_ns(), settled.confidence_permille
-            self._answers.keep(call.asked, body, now_ns, permille, call.version)
+        if worth_keeping(self._driver.parameters, settled):
+            self._answers.keep(call.asked, body, settled.confidence_permille, call.version)
 
 
 def short_hash(parameters: Parameters) -> str:
     """A policy's hash, as decisions and answers carry it."""
     return policy_hash(parameters)[:HASH_DIGITS]
+
+
+def worth_keeping(parameters: Parameters, settled: Settled) -> bool:
+    """An answer that somebody may get later: no lesser one, and none that was in doubt."""
+    if settled.outcome != "answered" or settled.why or not keeps(parameters):
+        return False
+    sure = settled.confidence_permille >= parameters.confidence.verify_below_permille
+    return settled.confidence_permille < 0 or sure or settled.verification == "match"
 
 
 def _version(call: Call, settled: Settled) -> str:
@@ -241,8 +254,14 @@ def _template(call: Call) -> bytes:
         f"The service has no answer of its own for request {call.name} at present."
         " Please try again later."
     )
+    usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     if asked.endpoint == "embeddings":
-        return msgspec.json.encode({"object": "list", "data": [], "model": asked.model})
+        return msgspec.json.encode(
+            {"object": "list", "data": [], "model": asked.model, "usage": usage}
+        )
+    if asking.wants_json(asked):
+        told = {"error": "no_answer", "message": said, "request_id": call.name}
+        said = msgspec.json.encode(told).decode()
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
     if asked.endpoint == "chat":
         choice["message"] = {"role": "assistant", "content": said}
@@ -255,6 +274,6 @@ def _template(call: Call) -> bytes:
             "created": 0,
             "model": asked.model,
             "choices": [choice],
-            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+            "usage": usage,
         }
     )

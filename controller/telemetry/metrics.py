@@ -194,6 +194,14 @@ class Metrics(Listener):
         """The gateway refused a request itself: unauthorised, malformed, too large, too many."""
         self._rejections.add((str(http_code),))
 
+    def chain_step(self, of: str, outcome: str) -> None:
+        """A step of a chain is over: of a ``request``, or the ``client``'s own."""
+        self._chain_steps.add((of, outcome))
+
+    def chain_partial(self) -> None:
+        """The budget of a chain ended before its steps did."""
+        self._chains_partial.add()
+
     # The listener
 
     def arrived(self, call: Call) -> None:
@@ -431,6 +439,12 @@ class Metrics(Listener):
             "verifications", "Answers by what became of their verification", "status"
         )
         self._verify_runs = counter("verify_runs", "Second runs of answered requests")
+        self._chain_steps = counter(
+            "chain_steps", "Steps of chains with their outcome", "of", "outcome"
+        )
+        self._chains_partial = counter(
+            "chains_partial", "Chains whose budget ended before they did"
+        )
         self._breaker_moves = counter("breaker_moves", "Transitions of breakers", "key", "state")
         self._moves = counter("rotations", "Moves in the rotation", "replica", "state")
         self._alerts = counter("alerts", "Alerts, by the first word of their key", "kind")

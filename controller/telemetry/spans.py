@@ -4,9 +4,13 @@
       queue                       once for each time it waited in the policy's queue
       chat MODEL                  client: once for each call to a replica; vLLM's own span is below
 
+    chain NAME                    above all of these of a chain, where its caller has no trace
+      step NAME                   a client's own step of a chain, as it told of it
+
 A caller decides by the ``sampled`` flag of its ``traceparent`` whether it is traced; without one, a
-share of requests is. Of a traced request only instants are kept until it is over; its spans are
-made then, and exported by a thread. No text of a prompt or an answer goes into them.
+share of requests is, and of chains (all steps or none). Of a traced request only instants are kept
+until it is over; its spans are made then, and exported by a thread. No text of a prompt or an
+answer goes into them.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from opentelemetry.trace import (
 )
 
 from controller.listener import Listener
+from controller.telemetry.chain_traces import QUIET_NS, ChainTraces
 from controller.telemetry.metrics import Sink
 from controller.telemetry.timing import known
 from policy.decisions import Verify
@@ -52,6 +57,8 @@ if TYPE_CHECKING:
 
     from controller.call import Call
     from controller.config import Settings
+    from controller.telemetry.chain_traces import ChainTrace
+    from controller.telemetry.chains import OwnStep
     from policy.decisions import Decision, Settled
     from policy.events import Event
 
@@ -91,10 +98,17 @@ class Try:
 class Trace:
     """What is kept of a traced request until it is over."""
 
-    __slots__ = ("current", "parent", "span_id", "trace_id", "tries")
+    __slots__ = ("chain", "current", "parent", "span_id", "trace_id", "tries")
 
-    def __init__(self, trace_id: int, parent: SpanContext | None, span_id: int) -> None:
+    def __init__(
+        self,
+        trace_id: int,
+        parent: SpanContext | None,
+        span_id: int,
+        chain: ChainTrace | None = None,
+    ) -> None:
         self.trace_id = trace_id
+        self.chain = chain
         self.parent = parent
         """The caller's span; None: it has none."""
         self.span_id = span_id
@@ -127,6 +141,7 @@ class Spans(Listener):
         self._host, self._port = settings.host, settings.port
         self._on = bool(settings.otlp)
         self._below = round(settings.span_share * (1 << 32)) if self._on else 0
+        self._chains = ChainTraces(self._below)
         self._open: dict[int, Call] = {}
         """Traced ones, by the policy's id."""
         self._dropped = 0
@@ -173,6 +188,8 @@ class Spans(Listener):
         exporter = self._exporter
         if exporter is None:
             return
+        for chain in self._chains.left():
+            self._chain_span(chain)
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
@@ -193,22 +210,31 @@ class Spans(Listener):
     # The listener
 
     def arrived(self, call: Call) -> None:
-        given = call.asked.traceparent
-        if not given and (not self._below or crc32(call.name.encode()) >= self._below):
+        asked = call.asked
+        given = asked.traceparent
+        share = crc32(call.name.encode()) if self._below else 1 << 32
+        if not given and not asked.chain and share >= self._below:
             return
-        ids = self._ids
-        parent: SpanContext | None = None
-        if given:
-            if not self._on or (given.endswith("-00") and given.startswith("00-")):
-                return  # the common case of a caller that decided against it
-            parent, sampled = _parsed(given)
-            if parent is None:  # as if there were none
-                sampled = crc32(call.name.encode()) < self._below
-            if not sampled:
-                return
-        trace_id = ids.generate_trace_id() if parent is None else parent.trace_id
-        call.span = Trace(trace_id, parent, ids.generate_span_id())
+        parent, sampled = _parsed(given) if given else (None, False)
+        chain: ChainTrace | None = None
+        if asked.chain:
+            chain = self._chain(asked.user, asked.chain, asked.line, parent)
+            parent, sampled = chain.parent, chain.sampled
+        elif parent is None:  # a header that means nothing is as if there were none
+            sampled = share < self._below
+        if not self._on or not sampled:
+            if parent is not None:
+                call.trace = _told(parent)
+            return
+        trace_id = self._ids.generate_trace_id() if parent is None else parent.trace_id
+        trace = Trace(trace_id, parent, self._ids.generate_span_id(), chain)
+        call.span = trace
+        call.trace = f"00-{trace_id:032x}-{trace.span_id:016x}-01"
         self._open[call.request] = call
+        if chain is not None:
+            chain.open += 1
+            if chain.began_ns < 0:
+                chain.began_ns = call.entered_ns
 
     def dispatched(self, call: Call) -> None:
         trace: Trace | None = call.span
@@ -246,12 +272,45 @@ class Spans(Listener):
             return
         call.span = None
         self._open.pop(call.request, None)
-        spans = 2 * len(trace.tries) + 2
+        if trace.chain is not None:
+            trace.chain.open -= 1
+            _stepped(trace.chain, call.settled_ns, settled.left_ns, settled.why)
+        if self._has_room(2 * len(trace.tries) + 2):
+            self._make(call, settled, trace)
+
+    # Chains
+
+    def own(self, own: OwnStep, now_ns: int) -> str:
+        """A client tells of a step that it ran itself; the id of its chain's trace, in hex."""
+        parent = _parsed(own.traceparent)[0] if own.traceparent else None
+        chain = self._chain(own.user, own.chain, own.line, parent)
+        if self._on and chain.sampled:
+            began_ns = now_ns - own.began_ago_ns
+            if chain.began_ns < 0 or began_ns < chain.began_ns:
+                chain.began_ns = began_ns
+            why = "" if own.outcome == "done" else own.outcome
+            _stepped(chain, began_ns + own.took_ns, -1, why)
+            if self._has_room(1):
+                self._own_span(own, chain, began_ns)
+        return f"{chain.trace_id:032x}"
+
+    def turn(self, now_ns: int) -> None:
+        """Make the spans of chains that have ended; called now and then."""
+        for chain in self._chains.quiet(now_ns):
+            self._chain_span(chain)
+
+    def _chain(self, user: str, chain: str, line: str, parent: SpanContext | None) -> ChainTrace:
+        trace, gone = self._chains.of(user, chain, line, parent)
+        for each in gone:
+            self._chain_span(each)
+        return trace
+
+    def _has_room(self, spans: int) -> bool:
         assert self._exporter is not None
         if self._made - self._exporter.taken + spans > self._pending_most:
             self._dropped += 1
-        else:
-            self._make(call, settled, trace)
+            return False
+        return True
 
     def _try(self, trace: Trace, number: int, replica: int, began_ns: int) -> None:
         if len(trace.tries) < TRIES_MOST:
@@ -342,6 +401,50 @@ class Spans(Listener):
         span.end(self._epoch_ns + max(ended_ns, attempt.began_ns))
         self._made += 1
 
+    def _own_span(self, own: OwnStep, chain: ChainTrace, began_ns: int) -> None:
+        about: Attributes = {
+            "twinkeel.chain.id": own.chain[:TEXT_MOST],
+            "twinkeel.chain.step": own.step[:TEXT_MOST],
+            "twinkeel.outcome": own.outcome,
+            "twinkeel.line": own.line[:TEXT_MOST],
+        }
+        if own.checkpoint:
+            about["twinkeel.checkpoint_id"] = own.checkpoint
+        for name, value in own.attributes.items():
+            if value is not None:
+                about[f"twinkeel.result.{name}"] = value
+        span = self._tracer.start_span(
+            f"step {own.step}"[:TEXT_MOST], _below(chain.parent), SpanKind.INTERNAL, about,
+            start_time=self._epoch_ns + began_ns,
+        )  # fmt: skip
+        if own.outcome != "done":
+            span.set_attribute("error.type", own.outcome)
+            span.set_status(Status(StatusCode.ERROR, own.outcome))
+        span.end(self._epoch_ns + began_ns + own.took_ns)
+        self._made += 1
+
+    def _chain_span(self, chain: ChainTrace) -> None:
+        """The span above all of a chain's steps, once."""
+        if chain.told or not chain.steps:
+            return
+        chain.told = True
+        if not self._has_room(1):
+            return
+        about: Attributes = {
+            "twinkeel.chain.id": chain.chain[:TEXT_MOST],
+            "twinkeel.line": chain.line[:TEXT_MOST],
+            "twinkeel.chain.steps": chain.steps,
+        }
+        if chain.why:
+            about["twinkeel.why"] = chain.why
+        self._ids.trace_id, self._ids.span_id = chain.trace_id, chain.root_id
+        span = self._tracer.start_span(
+            f"chain {chain.chain}"[:TEXT_MOST], _below(None), SpanKind.INTERNAL, about,
+            start_time=self._epoch_ns + chain.began_ns,
+        )  # fmt: skip
+        span.end(self._epoch_ns + chain.ended_ns)
+        self._made += 1
+
     def _server_attributes(self, call: Call, settled: Settled) -> Attributes:
         asked = call.asked
         found: Attributes = {
@@ -360,6 +463,17 @@ class Spans(Listener):
         }
         if settled.why:
             found["twinkeel.why"] = settled.why
+        if settled.outcome == "degraded":
+            found["twinkeel.degraded"] = settled.why
+        if call.replica >= 0:
+            found["twinkeel.replica"] = call.replica
+        if asked.chain:
+            found["twinkeel.chain.id"] = asked.chain[:TEXT_MOST]
+            found["twinkeel.chain.step"] = asked.step[:TEXT_MOST]
+            if settled.left_ns >= 0:
+                found["twinkeel.chain.left_ms"] = settled.left_ns / 1e6
+        if settled.checkpoint:
+            found["twinkeel.checkpoint_id"] = settled.checkpoint
         if settled.verification:
             found["twinkeel.verification_status"] = settled.verification
         if settled.confidence_permille >= 0:
@@ -446,6 +560,22 @@ def _parsed(traceparent: str) -> tuple[SpanContext | None, bool]:
     sampled = int(found[3], 16) & 1 == 1
     flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
     return SpanContext(int(found[1], 16), int(found[2], 16), True, flags), sampled
+
+
+def _stepped(chain: ChainTrace, ended_ns: int, left_ns: int, why: str) -> None:
+    """A step of it is over, with so much left of its budget; -1: not known."""
+    chain.steps += 1
+    if ended_ns >= chain.ended_ns:
+        chain.ended_ns, chain.why = ended_ns, why
+    if left_ns >= 0:
+        chain.due_ns = ended_ns + min(left_ns, QUIET_NS)
+    elif chain.due_ns < ended_ns:
+        chain.due_ns = ended_ns + QUIET_NS
+
+
+def _told(parent: SpanContext) -> str:
+    """The caller's own context, or a chain's that is not traced."""
+    return f"00-{parent.trace_id:032x}-{parent.span_id:016x}-{parent.trace_flags:02x}"
 
 
 def _below(parent: SpanContext | None) -> Context:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 
+from controller.call import AS_IT_CAME
 from controller.gateway import editing
+from controller.gateway.answers import ANSWER_BYTES_MOST, gathers
 from controller.gateway.asking import prompt_text, sendable
 from controller.gateway.streams import CallerGone
 from controller.upstream import judge, outgoing, sse
 from controller.upstream.sse import BROKEN, DONE, ERROR, FINISH, NOTHING, TEXT, USAGE
 from policy.events import Failed, Finished, FirstToken
-from policy.signals import contradicts
+from policy.signals import Certainty, Said, contradicts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.call import Call
+    from controller.call import Call, Logprobs
     from controller.config import Features
     from controller.driver import Driver
     from controller.upstream.replica import Replica
@@ -39,6 +41,15 @@ class TryFailed(Exception):
     def __init__(self, kind: ErrorKind) -> None:
         super().__init__(kind)
         self.kind: ErrorKind = kind
+
+
+class Second(NamedTuple):
+    """What came of a second run."""
+
+    said: Said
+    tokens: int
+    certainty: Certainty
+    contradiction: bool
 
 
 class Client:
@@ -71,14 +82,15 @@ class Client:
         try:
             began_ns = driver.now_ns()
             asked = call.asked
-            body = outgoing.body(asked, self._features, decision)
+            call.wanted = outgoing.logprobs(asked, self._features, decision)
+            body = outgoing.body(asked, self._features, decision, call.wanted)
             headers = self._headers(call)
             call.sent_ns = driver.now_ns()
             call.gateway_ns += call.sent_ns - began_ns
             async with replica.post(asked.path, body, headers) as answer:
                 kind = answer.content_type
                 if answer.status == 200 and kind == "text/event-stream" and asked.stream:
-                    finished = await _Stream(driver, call, replica, self._features).run(answer)
+                    finished = await _Stream(driver, call, replica, call.wanted).run(answer)
                 else:
                     finished = await self._whole(call, replica, answer)
         except TryFailed as error:
@@ -141,32 +153,29 @@ class Client:
         usage = read.usage or sse.Usage()
         tokens = sse.bounded(usage.completion_tokens)
         replica.tokens += max(1, tokens)
-        certainties = judge.Certainties()
-        for choice in read.choices:
-            certainties.add(choice.logprobs)
-        call.contradiction = self._contradicts(call, read)
-        if self._features.confidence and not outgoing.wants_logprobs(call.asked):
-            body = editing.whole_without_logprobs(body)
+        certainties = judge.Certainties(call.wanted.candidates)
+        if call.wanted.scored:
+            for choice in read.choices:
+                certainties.add(choice.logprobs)
+            call.said = judge.said(read)
+            call.contradiction = contradicts(prompt_text(call.asked), judge.text_of(read))
+            if call.wanted.shown != AS_IT_CAME:
+                body = editing.whole_with_logprobs(body, call.wanted.shown)
         call.body = body
         call.finish_reason = read.choices[0].finish_reason or "" if read.choices else ""
         call.engine = judge.engine_times(read.metrics)
         call.network_ns = max(replica.network_ns, replica.handling_ns)
         return _finished(driver, call, replica, usage, tokens, certainties)
 
-    def _contradicts(self, call: Call, read: judge.Whole) -> bool:
-        if not self._features.confidence or not read.choices:
-            return False
-        return contradicts(prompt_text(call.asked), judge.text_of(read))
-
-    async def second(self, call: Call, replica: Replica) -> tuple[str, int]:
-        """Run an answered request again; its text, and its tokens.
+    async def second(self, call: Call, replica: Replica) -> Second:
+        """Run an answered request again, for the same logprobs.
 
         Raises:
             TryFailed: it came to nothing.
         """
         headers = self._headers(call)
         headers["X-Request-Id"] = f"{call.name}-second"
-        body = outgoing.plain_body(call.asked)
+        body = outgoing.plain_body(call.asked, call.wanted)
         try:
             async with replica.post(call.asked.path, body, headers) as answer:
                 data = await answer.read()
@@ -179,35 +188,44 @@ class Client:
             raise TryFailed(wrong or "malformed")
         tokens = sse.bounded(read.usage.completion_tokens) if read.usage else 0
         replica.tokens += max(1, tokens)
-        return judge.text_of(read), tokens
+        certainties = judge.Certainties(call.wanted.candidates)
+        for choice in read.choices:
+            certainties.add(choice.logprobs)
+        contradiction = contradicts(prompt_text(call.asked), judge.text_of(read))
+        return Second(judge.said(read), tokens, certainties.features(), contradiction)
 
 
 class _Stream:
     """Passes one stream on, and watches it."""
 
     __slots__ = (
-        "_begun", "_call", "_certainties", "_confidence", "_driver", "_finish", "_held", "_kept",
-        "_replica", "_said", "_simple", "_strip", "_usage",
+        "_begun", "_call", "_certainties", "_driver", "_finish", "_held", "_kept", "_raw_left",
+        "_replica", "_said", "_simple", "_text", "_usage", "_wanted",
     )  # fmt: skip
 
-    def __init__(self, driver: Driver, call: Call, replica: Replica, features: Features) -> None:
+    def __init__(self, driver: Driver, call: Call, replica: Replica, wanted: Logprobs) -> None:
         self._driver = driver
         self._call = call
         self._replica = replica
-        self._confidence = features.confidence
-        self._strip = features.confidence and not outgoing.wants_logprobs(call.asked)
+        self._wanted = wanted
         self._held: list[bytes] = []
         """Events before the first token: nothing has been passed on yet."""
-        self._kept: list[bytes] | None = [] if call.asked.chain else None
-        """All events, where the answer becomes a chain's state."""
-        self._simple = self._has_one_choice() and not features.confidence and not call.asked.chain
+        whole = bool(call.asked.chain) or call.sampled
+        self._kept: list[bytes] | None = [] if whole else None
+        """All events, where the answer becomes a chain's state, or is a sample."""
+        self._simple = self._has_one_choice() and not wanted.scored and not whole
         """Nothing of an event in the middle has to be known."""
+        call.raw = []
+        gathered = gathers(call.asked, driver.parameters, driver.open)
+        self._raw_left = ANSWER_BYTES_MOST if gathered else 0
+        """Bytes of the stream that may still be gathered."""
         self._said = False
         self._finish = ""
         self._begun: set[int] = set()
         """Choices that have no end yet."""
         self._usage: sse.Usage | None = None
-        self._certainties = judge.Certainties()
+        self._certainties = judge.Certainties(wanted.candidates)
+        self._text = judge.Text()
 
     def _has_one_choice(self) -> bool:
         document = self._call.asked.document
@@ -230,6 +248,8 @@ class _Stream:
                 replica.tokens += 1
                 call.output_tokens += 1
                 call.events_sent += 1
+                if self._raw_left > 0:
+                    self._gather(data)
                 await driver.streams.send(call, data, replica)
                 call.last_ns = began_ns
                 call.gateway_ns += driver.now_ns() - began_ns
@@ -248,7 +268,10 @@ class _Stream:
             if self._said and call.first_ns < 0:
                 self._first(began_ns)
             if out:
-                await driver.streams.send(call, out[0] if len(out) == 1 else b"".join(out), replica)
+                passed = out[0] if len(out) == 1 else b"".join(out)
+                if self._raw_left > 0:
+                    self._gather(passed)
+                await driver.streams.send(call, passed, replica)
             call.last_ns = began_ns
             call.gateway_ns += driver.now_ns() - began_ns
             if done:
@@ -305,6 +328,8 @@ class _Stream:
             call.engine = judge.engine_times(chunk.metrics)
         if kind == USAGE and not self._hides_usage():
             call.tail.append(event)
+        elif kind == USAGE and self._raw_left > 0:
+            self._gather(event)
         return False
 
     def _hides_usage(self) -> bool:
@@ -345,12 +370,16 @@ class _Stream:
         out += events
 
     def _looked_at(self, event: bytes, chunk: sse.Event | None) -> bytes:
-        """Its logprobs are gathered, and taken out if the caller did not ask for them."""
-        if not self._confidence or chunk is None:
+        """Its logprobs are gathered, and cut down to what the caller asked for."""
+        wanted = self._wanted
+        if not wanted.scored or chunk is None:
             return event
         for choice in chunk.choices:
             self._certainties.add(choice.logprobs)
-        return editing.event_without_logprobs(event) if self._strip else event
+            self._text.add(choice)
+        if wanted.shown == AS_IT_CAME:
+            return event
+        return editing.event_with_logprobs(event, wanted.shown)
 
     def _error(self, event: bytes, chunk: sse.Event) -> None:
         kind = judge.of_error(chunk.error)
@@ -358,6 +387,14 @@ class _Stream:
             code = chunk.error.get("code", 400)
             _rejected(self._call, code, sse.payload(event))
         raise TryFailed(kind)
+
+    def _gather(self, data: bytes) -> None:
+        """What the caller gets of the answer; what is held back comes to it at the end."""
+        self._raw_left -= len(data)
+        if self._raw_left > 0:
+            self._call.raw.append(data)
+        else:
+            self._call.raw = []
 
     def _keep(self) -> None:
         if self._kept is not None:
@@ -376,6 +413,9 @@ class _Stream:
         tokens = sse.bounded(usage.completion_tokens)
         self._keep()
         self._call.finish_reason = self._finish
+        if self._wanted.scored:
+            asked = self._call.asked
+            self._call.contradiction = contradicts(prompt_text(asked), self._text.so_far())
         return _finished(self._driver, self._call, self._replica, usage, tokens, self._certainties)
 
 
@@ -392,7 +432,7 @@ def _finished(
     call.prompt_tokens = prompt_tokens
     call.cached_tokens = usage.cached_tokens
     call.output_tokens = tokens
-    mean, worst, close = certainties.features() if certainties.tokens else (-1, -1, -1)
+    mean, worst, close = certainties.features()
     return Finished(
         call.request, replica.id, prompt_tokens, usage.cached_tokens, tokens, mean, worst, close,
         call.contradiction,

@@ -6,23 +6,31 @@ gives each of these with a 200.
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from math import exp
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from controller.call import EngineTimes
 from controller.upstream.sse import Metrics, Usage  # noqa: TC001 - msgspec reads them
-from policy.signals import certainty
+from policy.signals import Certainty, Said, certainty
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
+    from controller.upstream import sse
     from policy.events import Endpoint, ErrorKind
 
 NS_PER_MS = 1_000_000
 MS_MOST = 1e9
 NEVER = 1e6
 """Beyond any logprob: some servers write one as -9999."""
+CHUNK = 256
+"""Tokens whose candidates are kept at a time: an answer may have any number of them."""
+TEXT_MOST = 64 * 1024
+"""Characters of a stream that are looked at for a contradiction."""
 
 
 class _Message(msgspec.Struct):
@@ -146,35 +154,133 @@ def engine_times(metrics: Metrics | None) -> EngineTimes | None:
 
 
 class Certainties:
-    """Gathers the logprobs of an answer."""
+    """Gathers the logprobs of an answer.
 
-    __slots__ = ("tokens",)
+    Args:
+        candidates: how many the server was asked for; 0: not known.
+    """
 
-    def __init__(self) -> None:
-        self.tokens: list[list[float]] = []
+    __slots__ = ("_candidates", "_chunk", "_close", "_count", "_sum", "_worst")
+
+    def __init__(self, candidates: int = 0) -> None:
+        self._candidates = candidates
+        self._chunk: list[list[float]] = []
+        """Of tokens that are not summed up yet."""
+        self._count = self._sum = self._worst = self._close = 0
 
     def add(self, logprobs: Any) -> None:
         """One choice's ``logprobs``, of a chat or of a completion."""
-        if not isinstance(logprobs, dict):
-            return
-        content = logprobs.get("content")
-        if isinstance(content, list):
-            for token in content:
-                listed = token.get("top_logprobs") if isinstance(token, dict) else None
-                if isinstance(listed, list):
-                    self._take(each.get("logprob") for each in listed if isinstance(each, dict))
-            return
-        top = logprobs.get("top_logprobs")
-        if isinstance(top, list):
-            for each in top:
-                if isinstance(each, dict):
-                    self._take(each.values())
+        for _, values in _tokens(logprobs):
+            listed = _sane(values)
+            if listed:
+                self._chunk.append(listed)
+                if len(self._chunk) == CHUNK:
+                    self._sum_up()
 
-    def _take(self, values: Iterable[Any]) -> None:
-        self.tokens.append(
-            [at for at in values if isinstance(at, (int, float)) and -NEVER < at < NEVER]
-        )
+    def _sum_up(self) -> None:
+        chunk = self._chunk
+        found = certainty(chunk, candidates=self._candidates)
+        if found is None:
+            return
+        self._chunk = []
+        count = len(chunk)
+        self._count += count
+        self._sum += found.entropy_mean_millinats * count
+        self._worst = max(self._worst, found.entropy_worst_millinats)
+        self._close += -(-found.close_permille * count // 1000)  # up: exact below 1000 tokens
 
-    def features(self) -> tuple[int, int, int]:
-        """Mean and worst entropy in millinats, and the share of close calls; -1: no logprobs."""
-        return certainty(self.tokens) or (-1, -1, -1)
+    def features(self) -> Certainty:
+        """Entropies and the share of close calls; each -1: there were no logprobs."""
+        self._sum_up()
+        if not self._count:
+            return Certainty(-1, -1, -1)
+        mean = (self._sum + self._count // 2) // self._count
+        return Certainty(mean, self._worst, 1000 * self._close // self._count)
+
+
+def _tokens(logprobs: Any) -> Iterator[tuple[str, Iterable[Any]]]:
+    """Each token's string and its candidates' logprobs, of a chat or of a completion; what has
+    another form is passed over."""
+    if not isinstance(logprobs, dict):
+        return
+    content = logprobs.get("content")
+    if isinstance(content, list):
+        for token in content:
+            listed = token.get("top_logprobs") if isinstance(token, dict) else None
+            if isinstance(listed, list):
+                yield (
+                    str(token.get("token", "")),
+                    [each.get("logprob") for each in listed if isinstance(each, dict)],
+                )
+        return
+    top, strings = logprobs.get("top_logprobs"), logprobs.get("tokens")
+    if isinstance(top, list):
+        strings = strings if isinstance(strings, list) else []
+        for at, each in enumerate(top):
+            if isinstance(each, dict):
+                yield str(strings[at]) if at < len(strings) else "", each.values()
+
+
+def _sane(values: Iterable[Any]) -> list[float]:
+    return [at for at in values if isinstance(at, (int, float)) and -NEVER < at < NEVER]
+
+
+class Text:
+    """What the first choice of a stream says, up to a bound."""
+
+    __slots__ = ("_left", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._left = TEXT_MOST
+
+    def add(self, choice: sse.Choice) -> None:
+        if choice.index or self._left <= 0:
+            return
+        part = choice.text if choice.delta is None else choice.delta.content
+        if part:
+            self._parts.append(part[: self._left])
+            self._left -= len(part)
+
+    def so_far(self) -> str:
+        return "".join(self._parts)
+
+
+def said(answer: Whole) -> Said:
+    """The first choice, to be compared with another run's."""
+    choice = answer.choices[0] if answer.choices else _Choice()
+    tokens: list[str] = []
+    gaps: list[int] = []
+    for token, values in _tokens(choice.logprobs):
+        tokens.append(token)
+        likely = sorted(_sane(values), reverse=True)[:2]
+        known = len(likely) == 2
+        gaps.append(round(1000 * (_share(likely[0]) - _share(likely[1]))) if known else -1)
+    return Said(_spoken(choice), tuple(tokens), tuple(gaps), choice.finish_reason == "length")
+
+
+def _share(logprob: float) -> float:
+    return exp(min(logprob, 0.0))
+
+
+def _spoken(choice: _Choice) -> str:
+    """Its text; with calls of tools it is JSON, so that their arguments are compared as such."""
+    message = choice.message
+    if message is None:
+        return choice.text or ""
+    content = message.content if isinstance(message.content, str) else ""
+    calls = message.tool_calls if isinstance(message.tool_calls, list) else []
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    called = [_called(each) for each in functions if isinstance(each, dict)]
+    if called:
+        return json.dumps({"content": content, "calls": called})
+    reasoning = message.reasoning or message.reasoning_content
+    return content or (reasoning if isinstance(reasoning, str) else "")
+
+
+def _called(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # then it is compared as the text that it is
+            arguments = json.loads(arguments)
+    return {"name": function.get("name"), "arguments": arguments}

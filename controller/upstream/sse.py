@@ -57,7 +57,9 @@ class _Delta(msgspec.Struct):
     function_call: Any = None
 
 
-class _Choice(msgspec.Struct):
+class Choice(msgspec.Struct):
+    """A part of one answer."""
+
     index: int = 0
     delta: _Delta | None = None
     text: str | None = None
@@ -68,7 +70,7 @@ class _Choice(msgspec.Struct):
 class Event(msgspec.Struct):
     """One chunk of a streamed answer, as far as it matters here."""
 
-    choices: list[_Choice] = []
+    choices: list[Choice] = []
     usage: Usage | None = None
     metrics: Metrics | None = None
     error: Any = None
@@ -165,7 +167,7 @@ def says_something(chunk: Event) -> bool:
     return any(map(_has_text, chunk.choices))
 
 
-def _has_text(choice: _Choice) -> bool:
+def _has_text(choice: Choice) -> bool:
     delta = choice.delta
     if delta is None:
         return bool(choice.text)

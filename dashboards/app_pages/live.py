@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
+from dashboards.parts.live import chains, panels
 from dashboards.parts.live import found as others
-from dashboards.parts.live import panels
 from dashboards.parts.live.door import door
 from dashboards.parts.live.html import steady, title
 from dashboards.parts.live.slots import POLL_S, slots
@@ -14,8 +14,11 @@ from dashboards.state import t
 st.header(t("live.title"))
 found = door()
 if found is not None:
-    steady("live_fresh", "slots", "found")
+    steady("live_fresh", "chains", "slots", "found")
     st.fragment(panels.panels, run_every=panels.POLL_S)(found)
+    with st.container(key="chains"):
+        title(t("live.chain.title"))
+        st.fragment(chains.chains, run_every=chains.POLL_S)(found)
     with st.container(key="slots"):
         title(t("live.slots"))
         st.fragment(slots, run_every=POLL_S)(found)

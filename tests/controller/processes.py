@@ -114,10 +114,17 @@ class Twin:
 @contextlib.contextmanager
 def twin_process(*options: str, profile: str = PROFILE) -> Iterator[Twin]:
     """One served twin on a free port."""
+    serve = ["twinkeel", "twin", "serve", "--profile", profile, "--port", "0", *options]
+    with serving(serve) as twin:
+        yield twin
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str]) -> Iterator[Twin]:
+    """A module, with its arguments, that serves a twin and says where as ``twin serve`` does."""
     with tempfile.TemporaryDirectory(prefix="twinkeel-twin-") as scratch:
         output = Path(scratch) / "twin.out"
-        command = [sys.executable, "-m", "twinkeel", "twin", "serve", "--profile", profile]
-        process = _start([*command, "--port", "0", *options], output)
+        process = _start([sys.executable, "-m", *command], output)
         try:
             url = _announced(process, output)
             yield Twin(process, url, output)

@@ -351,14 +351,14 @@ def test_what_is_cancelled_twice_or_too_late_stays_as_it_was() -> None:
 def test_a_caller_that_leaves_while_its_state_is_saved() -> None:
     async def test(running: Core) -> None:
         begun, go_on = asyncio.Event(), asyncio.Event()
-        save = running.database.save_checkpoint
+        save = running.chains.save
 
         async def slowly(*given: Any) -> str:
             begun.set()
             await go_on.wait()
             return await save(*given)
 
-        running.database.save_checkpoint = slowly  # type: ignore[method-assign]
+        running.chains.save = slowly  # type: ignore[method-assign]
         headers = {"x-twinkeel-chain": "c", "x-twinkeel-step": "s"}
         task = asyncio.create_task(post(running.url, chat(), headers=headers))
         await begun.wait()

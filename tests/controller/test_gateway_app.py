@@ -887,7 +887,8 @@ def test_a_store_that_fails_costs_no_answer() -> None:
     async def test(running: Core) -> None:
         first = await step(running, "plan")
         assert "x-twinkeel-checkpoint" in first.headers
-        await running.database.run(lambda db: db.execute("DROP TABLE checkpoints"))
+        store: Any = running.chains
+        await store._run(lambda: store._checkpoints._db.execute("DROP TABLE checkpoints"))
         second = await step(running, "act")
         assert second.document["choices"][0]["message"]["content"] == "answer 2"
         again = await step(running, "plan")
@@ -1057,7 +1058,7 @@ def test_logprobs_are_asked_for_and_taken_out_again() -> None:
     async def test(running: Core) -> None:
         got = await post(running.url, chat())
         assert server.questions[0].document["logprobs"] is True
-        assert server.questions[0].document["top_logprobs"] == 5
+        assert server.questions[0].document["top_logprobs"] == 20
         assert got.document["choices"][0]["logprobs"] is None
         assert got.document["twinkeel"]["confidence_score"] > 0.9
         got = await post(running.url, chat(stream=True))

@@ -98,9 +98,13 @@ def vllm_servers(
     *options: str,
     variables: Mapping[str, str] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
+    models: Sequence[Path] = (),
+    own: Sequence[Sequence[str]] = (),
 ) -> Iterator[list[Vllm]]:
     """Serve the tiny model as `tiny`, `count` times side by side, each engine on a core of its own
-    where there is more than one server; leaves no process behind."""
+    where there is more than one server; leaves no process behind. `models` are folders of other
+    ones, one for each server, under the same name; `own` are options of each beside the common
+    ones."""
     environment_of = {**os.environ, **SETTINGS, **(variables or {})}
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="twinkeel-vllm-") as scratch, ExitStack() as stack:
@@ -111,7 +115,9 @@ def vllm_servers(
                 environment_of["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
             port = free_port()
             log = Path(scratch) / f"server{number}.log"
-            process = _start(log, port, options, environment_of)
+            model = models[number] if models else tiny_model(environment())
+            given = (*options, *(own[number] if own else ()))
+            process = _start(model, log, port, given, environment_of)
             stack.callback(_stop, process)
             servers.append(Vllm(f"http://127.0.0.1:{port}", process, log))
         for server in servers:
@@ -120,11 +126,11 @@ def vllm_servers(
 
 
 def _start(
-    log: Path, port: int, options: Sequence[str], variables: Mapping[str, str]
+    model: Path, log: Path, port: int, options: Sequence[str], variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     env = environment()
     command = [
-        python_of(env), "-m", "vllm.entrypoints.cli.main", "serve", str(tiny_model(env)),
+        python_of(env), "-m", "vllm.entrypoints.cli.main", "serve", str(model),
         "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port),
         "--max-model-len", "8192", "--max-num-seqs", str(MAX_NUM_SEQS), "--enforce-eager",
         "--scheduling-policy", "priority", "--disable-uvicorn-access-log",

@@ -7,6 +7,7 @@ import contextlib
 import sqlite3
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
@@ -36,6 +37,7 @@ DOMAIN = "host7/card3"
 BODY = {
     "model": "qwen3-8b", "max_tokens": 3, "messages": [{"role": "user", "content": "hello"}],
 }  # fmt: skip
+CHAIN_STEPS = ("plan", "db_query", "summary")
 
 
 @contextlib.contextmanager
@@ -56,6 +58,22 @@ def ask(controller: Controller, times: int = 1, **body: Any) -> None:
     for _ in range(times):
         status, answer = http("POST", f"{controller.url}/v1/chat/completions", {**BODY, **body})
         assert status == 200, answer
+
+
+def send_chain(url: str, name: str) -> None:
+    """A chain of the user ``ada`` through a gateway: two requests, and between them a step of the
+    client's own."""
+    plan, query, summary = CHAIN_STEPS
+    own = {"step": query, "took_ms": 30, "attributes": {"rows": 42, "similarity": 0.83}}
+    for step in (plan, summary):
+        headers = {"x-twinkeel-chain": name, "x-twinkeel-step": step, "x-twinkeel-user": "ada"}
+        status, body = http("POST", f"{url}/v1/chat/completions", BODY, headers)
+        assert status == 200, body
+        if step == plan:
+            time.sleep(0.03)
+            path = f"/v1/chains/{quote(name, safe='')}/steps"
+            status, body = http("POST", f"{url}{path}", own, {"x-twinkeel-user": "ada"})
+            assert status == 204, body
 
 
 def calm(controller: Controller) -> None:

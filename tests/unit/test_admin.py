@@ -20,9 +20,10 @@ from controller.deployment.manager import Deployments, Tee
 from controller.driver import Clock, Driver
 from controller.gateway.asking import read
 from controller.store.database import Database
+from controller.store.steps import ChainStep, StepStore
 from controller.upstream.replica import Replica
 from policy.compose import build_policy
-from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Settled
+from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Settled, Verify
 from policy.events import ReplicaDown, ReplicaUp, Scraped, StepsRead
 from policy.files import FileError, load_policy, parse_policy
 from policy.log import HashLog
@@ -49,6 +50,7 @@ class Controller(NamedTuple):
     driver: Driver
     stats: Stats
     drained: list[str]
+    steps: StepStore
 
     async def ask(
         self, path: str, method: str = "GET", token: str | None = TOKEN, **more: Any
@@ -79,7 +81,8 @@ def with_controller(
             observe=shadow is not None,
         )  # fmt: skip
         parameters = load_policy("stable" if shadow is None else "fifo")
-        stats = Stats()
+        stats = Stats(parameters)
+        steps = StepStore(folder / "chains.sqlite")
         tee = Tee(HashLog())
         driver = Driver(settings, build_policy(parameters), parameters, tee, (), Clock(), [stats])
         database = Database(folder / "controller.sqlite")
@@ -99,14 +102,16 @@ def with_controller(
                 drain=lambda: drained.append("drain"),
                 waiting=lambda: {"turbo": 4, "held": 2},
                 shadow=shadow,
+                chains=steps,
             )
         )
         try:
             async with TestClient(TestServer(app)) as client:
-                await work(Controller(client, driver, stats, drained))
+                await work(Controller(client, driver, stats, drained, steps))
         finally:
             await deployments.close()
             await driver.close()
+            steps.close()
             database.close()
 
     asyncio.run(whole())
@@ -114,7 +119,7 @@ def with_controller(
 
 GETS = (
     "/metrics", "/status", "/policy", "/policies", "/deployments", "/deployments/current", "/log",
-    "/alerts", "/openapi.json",
+    "/alerts", "/chains", "/openapi.json",
 )  # fmt: skip
 OVERRIDE = {"x-twinkeel-override": "a test wants it"}
 
@@ -152,6 +157,7 @@ def test_without_the_token_only_liveness_and_readiness_are_told(tmp_path: Path) 
             for method, path in (
                 ("PUT", "/policy"), ("POST", "/drain"), ("POST", "/deployments"),
                 ("POST", "/deployments/current/rollback"), ("GET", "/deployments/1/diff"),
+                ("GET", "/chains/c-1"),
             ):  # fmt: skip
                 assert (await controller.ask(path, method, token=token)).status == 401
         assert controller.drained == []
@@ -315,6 +321,70 @@ def test_what_is_kept_is_bounded() -> None:
     assert (len(stats.calls), len(stats.alerts), len(stats.breakers)) == (1000, 100, 1000)
     assert stats.outcomes["answered", ""] == 1500
     assert "errors line=3" in stats.breakers  # closed ones are forgotten first
+
+
+def test_answers_are_counted_by_how_far_they_can_be_trusted(tmp_path: Path) -> None:
+    async def work(controller: Controller) -> None:
+        section = controller.driver.parameters.confidence
+        below = section.verify_below_permille
+        told = (await controller.json("/status"))["answers"]
+        assert told["confidence"] == {"scored": 0, "mean_permille": None, "below_verify": 0}
+        for number, (score, verification, why) in enumerate([
+            (below, "not_needed", ""), (below - 1, "match", ""), (below - 100, "mismatch", "x"),
+            (-1, "", ""), (1000, "", "cached"), (0, "", "checkpoint"),
+        ]):  # fmt: skip
+            settled = Settled(
+                number, "answered", "turbo", why, confidence_permille=score,
+                verification=verification,  # type: ignore[arg-type]
+            )  # fmt: skip
+            controller.stats.settled(call(number, "turbo", 100), settled)
+        controller.stats.decided(Verify(1, 1))
+        controller.stats.decided(Verify(2, 0))
+        told = (await controller.json("/status"))["answers"]
+        mean = round((3 * below - 101) / 3)
+        assert told == {
+            "confidence": {"scored": 3, "mean_permille": mean, "below_verify": 2},
+            "verification": {"match": 1, "mismatch": 1, "not_needed": 1},
+            "second_runs": 2,
+            "budget": {
+                "saved_tokens": 0, "burst_tokens": section.burst_tokens,
+                "budget_permille": section.budget_permille,
+            },
+        }  # fmt: skip
+
+    with_controller(tmp_path, work)
+
+
+def test_a_policy_that_scores_nothing_has_no_budget(tmp_path: Path) -> None:
+    async def work(controller: Controller) -> None:
+        assert (await controller.json("/status"))["answers"]["budget"] is None
+
+    with_controller(tmp_path, work, shadow=load_policy("stable"))
+
+
+def test_chains_are_listed_and_shown(tmp_path: Path) -> None:
+    async def work(controller: Controller) -> None:
+        assert await controller.json("/chains") == {"chains": []}
+        answer = await controller.ask("/chains/c%2F1")
+        assert answer.status == 404
+        error = (await answer.json())["error"]
+        assert (error["code"], "GET /chains" in error["message"]) == ("no_such_chain", True)
+        step = ChainStep("ann", "c/1", "plan", "r-1", 5.0, 6.5, "answered", model="qwen")
+        controller.steps.add(step)
+        (line,) = (await controller.json("/chains"))["chains"]
+        assert (line["chain"], line["user"], line["steps"], line["over"]) == (
+            "c/1",
+            "ann",
+            1,
+            False,
+        )
+        chain = await controller.json("/chains/c%2F1?user=ann")
+        assert await controller.json("/chains/c/1") == chain
+        (shown,) = chain["steps"]
+        assert (shown["began_s"], shown["ended_s"], shown["queue_s"]) == (0.0, 1.5, None)
+        assert (await controller.ask("/chains/c%2F1?user=bob")).status == 404
+
+    with_controller(tmp_path, work)
 
 
 def test_nothing_tells_a_prompt(tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ from click.testing import CliRunner, Result
 
 from controller.admin.status import (
     AlertView,
+    AnswersView,
     BreakerView,
+    BudgetView,
+    ConfidenceView,
     HopView,
     OutcomeView,
     PolicyView,
@@ -143,6 +146,7 @@ def test_options_go_before_the_file_and_the_file_before_the_defaults(tmp_path: P
         ("port: 1\nport: 2\n", "twice"),
         ("schema: 2\n", "schema 2"),
         ("span_share: 1.5\n", "1.5"),
+        ("sample_share: 1.5\n", "1.5"),
         ("features: 5\n", "5"),
         ("upstreams: 5\n", "upstreams"),
         ("upstreams: [5]\n", "upstreams"),
@@ -167,6 +171,18 @@ def test_a_bad_file_is_one_line_with_file_key_and_value(
     assert result.exit_code == 2
     assert said in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_pattern_that_cannot_be_used_is_told_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "redact"
+    file.write_text("# ours\norder = ORD-(a+)+\n", encoding="utf-8")
+    words = ("--check", "--upstream", HERE, "--sample-share", "0.1", "--redact")
+    result = run(serve, *words, file)
+    assert result.exit_code == 2
+    assert "redact, line 2: order repeats" in result.output
+    result = run(serve, *words, tmp_path / "missing")
+    assert result.exit_code == 2
+    assert "missing: No such file" in result.output
 
 
 @pytest.mark.parametrize(
@@ -355,6 +371,10 @@ def example() -> Status:
         scaling={},
         observed={"would shed: deadline": 4, "queue_ms_p95": 456, "off": 0},
         shadow=PolicyView("stable", "tiered", "fedcba9876543210"),
+        answers=AnswersView(
+            ConfidenceView(40, 812, 5), {"match": 3, "skipped_stream": 2}, 4,
+            BudgetView(1200, 4000, 20),
+        ),
     )  # fmt: skip
 
 
@@ -370,7 +390,8 @@ def test_status_shows_tables_or_what_the_controller_said(tmp_path: Path) -> None
         "policy fifo (fifo", "in shadow stable (tiered", "observing only", "in queue, p95",
          "ejected: http_5xx", "812.2", "800", "7 / 90",
         "errors model=qwen", "deadline", "ejected [x]", "bad 7", "would shed: deadline",
-        "1 events were refused",
+        "1 events were refused", "40 scored, mean confidence 0.812, 5 too low", "4 second runs",
+        "match 3, skipped_stream 2",
     ):  # fmt: skip
         assert said in tables.output, said
     assert json.loads(raw.output) == json.loads(body)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from controller.call import NOTHING
 from controller.gateway import editing
 
 JSON = st.recursive(
@@ -66,21 +67,78 @@ def test_logprobs_are_taken_out_and_nothing_else(logprobs: list[Any]) -> None:
     document = chunk(*logprobs)
     expected = chunk(*(None for _ in logprobs))
     body = json.dumps(document).encode()
-    assert json.loads(editing.whole_without_logprobs(body)) == expected
+    assert json.loads(editing.whole_with_logprobs(body, NOTHING)) == expected
     event = b"data: " + body + b"\n\n"
-    edited = editing.event_with_member(editing.event_without_logprobs(event), "t", 1)
+    edited = editing.event_with_member(editing.event_with_logprobs(event, NOTHING), "t", 1)
     assert json.loads(edited[6:]) == {**expected, "t": 1}
     compact = b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
-    assert json.loads(editing.event_without_logprobs(compact)[6:]) == expected
+    assert json.loads(editing.event_with_logprobs(compact, NOTHING)[6:]) == expected
 
 
 def test_what_has_no_logprobs_keeps_its_bytes() -> None:
     for body in (b'{ "choices" : [ {"logprobs": null } ] }', b'{"choices": []}', b'{"a": 1 }'):
-        assert editing.whole_without_logprobs(body) == body
+        assert editing.whole_with_logprobs(body, NOTHING) == body
         event = b"data: " + body + b"\n\n"
-        assert editing.event_without_logprobs(event) == event
+        assert editing.event_with_logprobs(event, NOTHING) == event
     for event in (b"data: [DONE]\n\n", b": ping\n\n"):
-        assert editing.event_without_logprobs(event) == event
+        assert editing.event_with_logprobs(event, NOTHING) == event
+
+
+def listed(count: int) -> list[dict[str, Any]]:
+    return [{"token": f"t{at}", "logprob": -1.5 - at} for at in range(count)]
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2, 5])
+def test_a_caller_gets_as_many_candidates_as_it_asked_for(asked: int) -> None:
+    """As vLLM gives them, of a chat's token and of a completion's whose token is the likeliest."""
+
+    def chats(count: int) -> dict[str, Any]:
+        token = {"token": "t0", "logprob": -1.5, "bytes": [1], "top_logprobs": listed(count)}
+        return {**chunk({"content": [token, dict(token)]}, None), "usage": {"total_tokens": 3}}
+
+    def completions(count: int) -> dict[str, Any]:
+        top = [{each["token"]: each["logprob"] for each in listed(count)}, None]
+        logprobs = {"tokens": ["t0", "t1"], "text_offset": [0, 2], "top_logprobs": top}
+        return chunk({**logprobs, "token_logprobs": [-1.5, None]})
+
+    for came, expected in (
+        (chats(20), chats(asked)),
+        (completions(21), completions(max(1, asked))),
+    ):
+        body = json.dumps(came, separators=(",", ":")).encode()
+        assert json.loads(editing.whole_with_logprobs(body, asked)) == expected
+        event = b"data: " + body + b"\n\n"
+        assert json.loads(editing.event_with_logprobs(event, asked)[6:]) == expected
+
+
+@pytest.mark.parametrize("rank", range(1, 8))
+@pytest.mark.parametrize("asked", [0, 1, 2, 5])
+def test_a_completions_token_is_listed_though_it_is_not_likely(rank: int, asked: int) -> None:
+    """vLLM puts it first, then the likeliest so many, of which it may be one."""
+
+    def vllm(count: int) -> dict[str, float]:
+        likeliest = [(f"t{at}", -1.5 - at) for at in range(1, 8)]
+        return dict([likeliest[rank - 1], *likeliest[:count]])
+
+    body = json.dumps(chunk({"top_logprobs": [vllm(6)]})).encode()
+    edited = json.loads(editing.whole_with_logprobs(body, asked))
+    (top,) = edited["choices"][0]["logprobs"]["top_logprobs"]
+    assert list(top.items()) == list(vllm(asked).items())
+
+
+PARTS = st.sampled_from(["content", "top_logprobs", "x"])
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PARTS, inner, max_size=3),
+        max_leaves=12,
+    )
+)
+def test_logprobs_of_any_shape_can_be_cut_down(logprobs: Any) -> None:
+    body = json.dumps(chunk(logprobs)).encode()
+    assert json.loads(editing.whole_with_logprobs(body, 1))["id"] == "\N{EURO SIGN}"
 
 
 # ---- a whole answer as a stream, and the reverse ----

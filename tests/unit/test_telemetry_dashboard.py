@@ -61,6 +61,9 @@ def exercised() -> Metrics:
         Scaled("qwen", 2, "x"), Verify(1, 1),
     ):  # fmt: skip
         of.decided(decision)
+    of.chain_step("request", "answered")
+    of.chain_step("client", "done")
+    of.chain_partial()
     of.policy("stable", "abc")
     return of
 

@@ -7,10 +7,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from controller.config import Settings
+from controller.telemetry.chain_traces import KEEP_NS, KEPT_MOST, derived
+from controller.telemetry.chains import OwnStep
 from controller.telemetry.spans import Spans
-from tests.telemetry_support import answer, call, dispatch
+from tests.telemetry_support import MS, S, answer, call, dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,3 +134,94 @@ def test_what_is_not_traced_costs_next_to_nothing(none_of_them: Spans) -> None:
             none_of_them.settled(one, so)
         best_s = min(best_s, time.perf_counter() - began_s)
     assert best_s / len(made) < 20e-6
+
+
+def test_steps_of_a_chain_share_a_trace_that_every_controller_finds(
+    all_of_them: Spans, none_of_them: Spans
+) -> None:
+    trace_id, root_id, _ = derived("ann", "c-1")
+    assert len({derived(user, chain)[:2] for user, chain in
+                (("ann", "c-1"), ("ann", "c-2"), ("an", "nc-1"), ("", "annc-1"))}) == 4  # fmt: skip
+    for number in range(3):
+        made = call(number, chain="c-1", user="ann", step=str(number))
+        all_of_them.arrived(made)
+        assert made.span.parent.span_id == root_id
+        version, trace, span, flags = made.trace.split("-")
+        assert (version, int(trace, 16), flags) == ("00", trace_id, "01")
+        assert int(span, 16) == made.span.span_id
+        none_of_them.arrived(made := call(number, chain="c-1", user="ann"))
+        assert made.span is None
+        assert made.trace == f"00-{trace_id:032x}-{root_id:016x}-00"
+        assert none_of_them.traceparent(made) == ""
+
+
+def test_a_share_of_the_chains_is_traced_with_all_their_steps() -> None:
+    some = spans(0.3)
+    traced = 0
+    for chain in range(300):
+        steps = [call(step, chain=f"c-{chain}") for step in range(3)]
+        for made in steps:
+            some.arrived(made)
+        assert len({made.span is None for made in steps}) == 1
+        traced += steps[0].span is not None
+    assert 60 < traced < 120
+    asyncio.run(some.close())
+
+
+def test_a_callers_trace_holds_for_steps_that_bring_none(all_of_them: Spans) -> None:
+    given = f"00-{TRACE}-{SPAN}-01"
+    later = call(1, chain="c-1", user="ann")
+    first = call(0, chain="c-1", user="ann", traceparent=given)
+    all_of_them.arrived(first)
+    all_of_them.arrived(later)
+    assert later.trace.startswith(f"00-{TRACE}-")
+    assert later.span.parent.span_id == int(SPAN, 16)
+    other = call(3, chain="c-1", user="ann", traceparent=f"00-{'1' * 32}-{SPAN}-00")
+    all_of_them.arrived(other)
+    assert (other.span, other.trace) == (None, f"00-{'1' * 32}-{SPAN}-00")
+    all_of_them.arrived(nonsense := call(4, chain="c-2", user="ann", traceparent="nonsense"))
+    assert nonsense.trace.startswith(f"00-{derived('ann', 'c-2')[0]:032x}-")
+
+
+def test_without_a_chain_only_what_was_decided_is_told(all_of_them: Spans) -> None:
+    off = spans(1.0, otlp="")
+    for made, said in (
+        (call(1), ""), (call(2, traceparent=f"00-{TRACE}-{SPAN}-01"), f"00-{TRACE}-{SPAN}-01"),
+        (call(3, traceparent="nonsense"), ""),
+        (call(4, chain="c", user="ann"), f"00-{derived('ann', 'c')[0]:032x}-"),
+    ):  # fmt: skip
+        off.arrived(made)
+        assert made.span is None
+        assert made.trace.startswith(said)
+        assert bool(made.trace) == bool(said)
+    assert call(4).trace == ""
+    all_of_them.arrived(traced := call(5))
+    assert traced.trace == f"00-{traced.span.trace_id:032x}-{traced.span.span_id:016x}-01"
+
+
+def test_the_span_of_a_chain_is_made_once_and_chains_are_forgotten() -> None:
+    made = spans(1.0)
+
+    def step(number: int, at_ns: int, left_ns: int, chain: str = "c") -> None:
+        one = call(number, at_ns, chain=chain)
+        made.arrived(one)
+        dispatch(one)
+        made.dispatched(one)
+        made.settled(one, structs.replace(answer(one), left_ns=left_ns))
+
+    before = made.counts().dropped
+    step(1, 100 * S, 5 * S)
+    made.turn(100 * S + MS)
+    assert not next(made._chains.left()).told
+    step(2, 101 * S, 4 * S)
+    made.turn(200 * S)
+    assert list(made._chains.left()) == []
+    step(3, 210 * S, 0)
+    made.turn(300 * S)
+    made.turn(300 * S + KEEP_NS)
+    assert not made._chains._kept
+    for number in range(KEPT_MOST + 20):
+        made.own(OwnStep("ann", f"c-{number}", "", "db", 0, 0, "done", {}), 400 * S)
+    assert len(made._chains._kept) == KEPT_MOST
+    assert made.counts().dropped > before  # nobody takes them: what waits is bounded
+    asyncio.run(made.close())

@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from controller.call import EngineTimes
 from controller.upstream.judge import (
     Certainties,
+    Text,
     engine_times,
     of_error,
     of_status,
+    said,
     text_of,
     whole,
 )
-from controller.upstream.sse import Metrics
+from controller.upstream.sse import Choice, Metrics
+from policy.signals import Said, certainty
 from tests.unit.test_upstream_sse import JSON
 
 
@@ -212,3 +215,68 @@ def test_only_the_first_choice_is_compared() -> None:
     _, answer = whole(json.dumps(chat(content=None, reasoning="a")).encode(), "chat")
     assert answer is not None
     assert text_of(answer) == ""
+
+
+LIKELY = st.lists(st.floats(-12.0, -0.01), min_size=2, max_size=4)
+
+
+@given(st.lists(LIKELY, min_size=1, max_size=3), st.integers(1, 300))
+def test_long_answers_are_summed_up_as_they_come(kinds: list[list[float]], times: int) -> None:
+    """As if all were kept, but for the rounding of each part's mean."""
+    tokens = kinds * times
+    certainties = Certainties(2)
+    for logprobs in tokens:
+        certainties.add(listed(*logprobs))
+    mean, worst, close = certainties.features()
+    expected = certainty(tokens, candidates=2)
+    assert expected is not None
+    assert abs(mean - expected.entropy_mean_millinats) <= 1
+    assert (worst, close) == expected[1:]
+
+
+def read_said(document: dict[str, Any]) -> Said:
+    _, answer = whole(json.dumps(document).encode(), "chat")
+    assert answer is not None
+    return said(answer)
+
+
+def test_what_an_answer_says_is_kept_with_how_sure_it_was() -> None:
+    top = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]
+    tokens = [
+        {"token": "a", "top_logprobs": top},
+        {"token": "b", "top_logprobs": top[::-1]},  # the sampled one comes first
+        {"token": "c", "top_logprobs": top[:1]},
+    ]
+    document = chat("length", content="abc")
+    document["choices"][0]["logprobs"] = {"content": tokens}
+    gap = round(1000 * (0.60653 - 0.22313))
+    assert read_said(document) == Said("abc", ("a", "b", "c"), (gap, gap, -1), cut=True)
+
+    document = text("abc")
+    top_of_each: list[Any] = [{"a": -0.5, "b": -1.5}, {"b": -1.5, "a": -0.5}, {"c": -0.5}]
+    document["choices"][0]["logprobs"] = {"tokens": ["a", "b", "c"], "top_logprobs": top_of_each}
+    assert read_said(document) == Said("abc", ("a", "b", "c"), (gap, gap, -1))
+    assert read_said(two(chat(content="a"), chat(content="b"))) == Said("a")
+
+
+def test_calls_of_tools_are_said_as_json() -> None:
+    def calling(arguments: Any) -> Said:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return read_said(chat("tool_calls", content=None, tool_calls=[call]))
+
+    assert calling('{"a": 1, "b": 2}') == calling('{"a":1,"b":2}')
+    assert calling('{"a": 1}') != calling('{"a": 2}')
+    for odd in ("no json", None, 3, '{"a": '):
+        assert calling(odd).text
+    assert read_said(chat(content=None, reasoning="hm")).text == "hm"
+
+
+def test_the_text_of_a_stream_is_kept_up_to_a_bound() -> None:
+    kept = Text()
+    kept.add(Choice(text="a"))
+    kept.add(Choice(index=1, text="b"))
+    kept.add(Choice(text=None))
+    assert kept.so_far() == "a"
+    for _ in range(100):
+        kept.add(Choice(text="x" * 1000))
+    assert len(kept.so_far()) == 64 * 1024

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 POLL_S = 5.0
 DRAWN = frozenset(
-    {"/status", "/fleet", "/openapi.json", "/alerts", "/deployments", "/deployments/current"}
-)
+    {
+        "/status", "/fleet", "/openapi.json", "/alerts", "/chains", "/deployments",
+        "/deployments/current",
+    }
+)  # fmt: skip
 """Paths that panels of this page or of the deployments' page show."""
 TEXT_MOST = 20_000
 ROWS_MOST = 100

@@ -41,6 +41,8 @@ NEEDS = (
     Need("tiers", "metrics.time_to_first_token_ms", "0.27.1", "per_request"),
     Need("hops", "metrics.queue_time_ms", "0.27.1", "per_request"),
     Need("breakers", "-", "", "breakers"),
+    Need("confidence", "logprobs", "", "logprobs"),
+    Need("verification", "domain", "", "verification"),
 )
 """With vLLM 0.32 all of it has been tried. ``vllm:kv_cache_usage_perc`` was
 ``vllm:gpu_cache_usage_perc`` before 0.9.2."""
@@ -125,7 +127,22 @@ def _outcomes(status: Status) -> Iterator[str]:
         yield t("live.empty.no_calls")
 
 
+def _confidence(status: Status) -> Iterator[str]:
+    if status.answers is None:
+        yield t("live.empty.no_answers_told")
+    elif not status.answers.confidence.scored:
+        yield t("live.empty.no_score")
+
+
+def _verification(status: Status) -> Iterator[str]:
+    if status.answers is None:
+        yield t("live.empty.no_answers_told")
+    elif not status.answers.verification:
+        yield t("live.empty.no_verification")
+
+
 _WHY = {
     "fleet": _fleet, "predicted": _predicted, "tiers": _tiers, "hops": _hops,
-    "breakers": _breakers, "alerts": _alerts, "outcomes": _outcomes,
+    "breakers": _breakers, "alerts": _alerts, "outcomes": _outcomes, "confidence": _confidence,
+    "verification": _verification,
 }  # fmt: skip

@@ -9,7 +9,7 @@ import streamlit as st
 
 from dashboards.admin import AdminError
 from dashboards.parts.charts import show_chart
-from dashboards.parts.live import tables
+from dashboards.parts.live import answers, tables
 from dashboards.parts.live.door import complain
 from dashboards.parts.live.fleet import fleet_map
 from dashboards.parts.live.html import title
@@ -54,6 +54,7 @@ def panels(door: Door) -> None:
     else:
         known[door.name] = _Seen(status, now_s)
         remember(history_of(door.name), status, now_s)
+        answers.remember(answers.history_of(door.name), status, now_s)
     seen = known.get(door.name)
     if seen is None:
         return
@@ -96,6 +97,7 @@ def _draw(name: str, status: Status, age_s: float, now_s: float) -> None:
         if status.outcomes:
             st.html(tables.outcome_table(status.outcomes))
         _under("outcomes", status, age_s, t("live.since_start"))
+    _answers(name, status, age_s)
     with st.container(key="alerts"):
         title(t("live.panels.alerts"))
         if status.alerts:
@@ -135,6 +137,26 @@ def _predicted(name: str, status: Status, age_s: float, now_s: float) -> None:
     if points and not drifts:
         st.caption(t("live.no_drift_alarm"))
     _under("predicted", status, age_s, t("live.predicted_from"))
+
+
+def _answers(name: str, status: Status, age_s: float) -> None:
+    """Confidence and verification; controllers of earlier versions tell nothing of them."""
+    told = status.answers
+    left, right = st.columns([2, 3])
+    with left, st.container(key="confidence"):
+        title(t("live.panels.confidence"))
+        if told is not None:
+            st.html(answers.confidence_strip(told))
+            history = answers.history_of(name)
+            if len(history) > 1:
+                show_chart(answers.score_chart(history), "score_chart")
+        _under("confidence", status, age_s, t("live.score.what"))
+    with right, st.container(key="verification"):
+        title(t("live.panels.verification"))
+        if told is not None:
+            st.html(answers.budget_strip(told))
+            st.html(answers.verification_table(told))
+        _under("verification", status, age_s, t("live.since_start"))
 
 
 def _under(panel: str, status: Status, age_s: float, more: str = "") -> None:

@@ -1,9 +1,11 @@
 """A real vLLM on the CPU, in an environment of its own, made when it is not there yet.
 
-    python -m tests.live.vllm_env.ensure        # prints the environment and the tiny model
+    python -m tests.live.vllm_env.ensure            # prints the environment and the tiny model
+    python -m tests.live.vllm_env.ensure trained    # the trained one, too: ``make tiny-model``
 
-The environment (2.3 GB; 90 s on a quiet machine) and the model (9 MB, 10 s) lie in the user's
-cache, outside the checkout, each under the hash of its recipe. Each is built under another name
+The environment (2.3 GB; 90 s on a quiet machine) and the models (9 MB each; the random one takes
+10 s, the trained one two minutes) lie in the user's cache, outside the checkout, each under the
+hash of its recipe. Each is built under another name
 and renamed when it is complete and was seen working, so a broken build is never taken for a good
 one; a lock keeps two makers apart. The step recorder of `controller/vllm_plugin` is installed into
 the environment that is there, and again when its source is another one.
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 LOCK_FILE = HERE / "requirements.lock"
 MODEL_RECIPE = HERE / "tiny_model.py"
+TRAINING_RECIPE = HERE / "trained_model.py"
+NOISE_RECIPE = HERE / "noisy_model.py"
 VLLM_VERSION = "0.32.0"
 PLUGIN = HERE.parents[2] / "controller" / "vllm_plugin"
 PLUGIN_MARK = "twinkeel-vllm-steps.sha256"
@@ -58,13 +62,40 @@ def environment() -> Path:
 
 def tiny_model(env: Path) -> Path:
     """A directory with the tiny random Qwen3 model and its tokenizer."""
-    recipe = MODEL_RECIPE.read_bytes() + platform.python_version().encode()
-    digest = hashlib.sha256(recipe).hexdigest()[:12]
 
     def build(target: Path) -> None:
         _run([python_of(env), str(MODEL_RECIPE), str(target)], env={**os.environ, **QUIET})
 
-    return _ensure(cache_directory() / f"tiny-{digest}", build)
+    return _ensure(cache_directory() / f"tiny-{_digest(MODEL_RECIPE)}", build)
+
+
+def trained_model(env: Path) -> Path:
+    """The tiny model with something to lose: trained for some two minutes."""
+    digest = _digest(MODEL_RECIPE, TRAINING_RECIPE)
+
+    def build(target: Path) -> None:
+        given = [str(tiny_model(env)), str(target)]
+        _run([python_of(env), str(TRAINING_RECIPE), *given], env={**os.environ, **QUIET})
+
+    return _ensure(cache_directory() / f"trained-{digest}", build)
+
+
+def noisy_model(env: Path, noise: float) -> Path:
+    """The trained model with Gaussian noise of that size on its weights, as bad memory or a bad
+    copy would leave them: .03 takes some of its confidence, .1 most of it."""
+    digest = _digest(MODEL_RECIPE, TRAINING_RECIPE, NOISE_RECIPE)
+
+    def build(target: Path) -> None:
+        given = [str(trained_model(env)), str(target), str(noise)]
+        _run([python_of(env), str(NOISE_RECIPE), *given], env={**os.environ, **QUIET})
+
+    return _ensure(cache_directory() / f"noisy{round(noise * 1000)}-{digest}", build)
+
+
+def _digest(*recipes: Path) -> str:
+    """Of what a model is made by."""
+    recipe = b"".join(each.read_bytes() for each in recipes) + platform.python_version().encode()
+    return hashlib.sha256(recipe).hexdigest()[:12]
 
 
 def python_of(env: Path) -> str:
@@ -180,10 +211,12 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Make both, and print where they are."""
+    """Make them, and print where they are."""
     env = environment()
     print(env)
     print(tiny_model(env))
+    if "trained" in sys.argv[1:]:
+        print(trained_model(env))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,218 @@
+"""Which question a request asks: whether two requests ask the same, or say the same otherwise.
+
+White space and Unicode's canonical forms make no other question. Its compatibility forms do (NFKC
+turns 5² into 52), and so does white space inside quotes, or in texts of several lines.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unicodedata import normalize
+
+import msgspec
+
+from policy.signals.words import content, negated, numbers
+
+if TYPE_CHECKING:
+    from controller.gateway.asking import Asked
+
+LETTERS_MOST = 300
+"""Of a question that others may be like: a longer one is no question that many ask."""
+_PASSING = frozenset({
+    "stream", "stream_options", "user", "priority", "seed", "request_id", "metadata",
+})  # fmt: skip
+"""Fields that do not change what is asked."""
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+_QUOTE = re.compile(r"[\"`“”„«»「」『』‘]|(?<!\w)['’]|['’](?!\w)")  # noqa: RUF001
+_ABOUT_WORDS = re.compile(
+    r":|\b(?:say|says|said|saying|translat\w*|spell\w*|words?|wording|phrases?|write|writing|wrote"
+    r"|reply|repl(?:y|ies)|mean|means|meaning|rewrite|rephrase|proofread|correct|repeat|type|print"
+    r"|answer\w*|respond\w*|greet\w*|polite\w*|called|named?|titles?)\b|[说說写寫译譯词詞句字叫读讀]|意思|名"
+    r"|回复|回答|表达|区别|敬语",
+    re.IGNORECASE,
+)
+"""Where it may be about the very words that are courtesies elsewhere."""
+_WH = r"(?:how|what|what's|where|where's|which|who|who's|whom|whose|why)\b"
+_BEGINS = (
+    r"(?:how|what|what's|when|where|where's|which|who|whom|whose|why|is|are|was|were|do|does|did"
+    r"|can|could|would|should|must|have|has|am|i|i'm|i'd|i've|we|my|our|your|please|the|there|it)\b"
+)
+"""What a question goes on with after a greeting; before others it may be part of a name."""
+_BEGINS_CHINESE = (
+    r"(?:请|請|我|怎|如何|什么|为什么|为何|哪|能|可以|可不可以|是否|有没有|你|您|想|麻烦|谁)"
+)
+_COURTESIES = [
+    (re.compile(pattern, re.IGNORECASE), instead)
+    for pattern, instead in (
+        (r"^(?:hi|hello|hey|good (?:morning|afternoon|evening))(?: there| team| all| everyone)?"
+         rf"(?:[,.!]\s*(?={_BEGINS})|\s+(?={_WH}))", ""),
+        (rf"^(?:您好|你好|哈喽)[,，.。!！~\s]+(?={_BEGINS_CHINESE})", ""),  # noqa: RUF001
+        (r"^(?:请问|請問|麻烦问一下|想问一下|我想问一下|我想知道|请告诉我)[,，:：\s]*", ""),  # noqa: RUF001
+        (r"([.?!])\s*(?:many thanks|thanks|thank you)(?: in advance| a lot| (?:very|so) much)?"
+         r"[.!]*$", r"\1"),
+        (r",\s*(?:please|thanks|thank you)([.?!]*)$", r"\1"),
+        (r"([,，.。?？!！])\s*(?:谢谢|多谢|謝謝)(?:您|你|了)?[.。!！]*$", r"\1"),  # noqa: RUF001
+        (r"^(?:please|kindly),?\s+(?=(?-i:[a-z])\w*\s)", ""),
+        (r"^(?:(?:can|could|would|will) you (?:please |kindly )?tell me|tell me|do you know"
+         r"|i(?:'d| would)? (?:like|want|need) to know|i(?:'m| am| was) wondering|may i ask)"
+         rf",?\s+(?={_WH})", ""),
+        ("您", "你"),
+    )
+]  # fmt: skip
+_SHORT = [
+    (re.compile(pattern, re.IGNORECASE), instead)
+    for pattern, instead in (
+        (r"\bcan't\b|\bcannot\b", "can not"), (r"\bwon't\b", "will not"),
+        (r"\bshan't\b", "shall not"), (r"(?<=[a-z])n't\b", " not"),
+        (r"\b(what|where|who|how|when|it|that|there|here)'s\b", r"\1 is"),
+        (r"\bi'm\b", "I am"), (r"\b(you|we|they)'re\b", r"\1 are"),
+        (r"\b(i|you|we|they)'ve\b", r"\1 have"), (r"\b(i|you|we|they|he|she|it)'ll\b", r"\1 will"),
+    )
+]  # fmt: skip
+_SMALL_I = re.compile(r"\b(do|can|could|may|should|must|did|am|will|would) i (?=[a-z])")
+_FIRST_WORD = re.compile(
+    r"(?:^|(?<=[.?!]\s))(?:How|What|When|Where|Which|Who|Whom|Whose|Why|Is|Are|Was|Were|Do|Does|Did"
+    r"|Can|Could|Would|Should|Must|Have|Has|Had|Am|The|A|An|My|Your|Our|There|This|That|It|If|In|On"
+    r"|At|For|To|From|With|Please|Tell|Give|Show|List|Explain|Summarize|Translate|Write|Create|Find"
+    r"|Describe|Compare|After|Before|Export|Open|Delete)(?=\s)"
+)
+"""Small and capital letters mean the same in these; China and china are two things anywhere."""
+_HOW = re.compile(r"^how (?:(?:do|can) I|I can) (?=[a-z])")
+_HOW_CHINESE = re.compile(
+    r"^(?:我(?:要|该|应该|可以|能)?)?(?:如何|怎么|怎样|怎樣)(?=[^不没沒会會这這那了样樣])"
+)
+_ASKS = re.compile(
+    rf"^(?:{_WH}|(?:is|are|was|were|do|does|did|can|could|will|would|should|shall|may|must|have|has"
+    r"|had) (?:I|you|we|they|he|she|the|my|your|our|their|there|this|that)\b"
+    r"|(?:is|was|does|did|can|could|will|would|should|must|has) it\b)"
+)
+_ASKS_CHINESE = re.compile(
+    r"[吗嗎]$|如何|怎么|怎样|怎樣|什么|甚麼|什麼|多少|哪|几|幾|谁|誰|为何|為何|是否"
+)
+_HAN = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_BESIDE_HAN = re.compile(rf"(?<=[{_HAN}]) | (?=[{_HAN}])")
+
+
+class Likeness(NamedTuple):
+    """By what questions are found that say the same."""
+
+    alike: bytes
+    """A hash that is equal for requests which differ only in how their last message says the same,
+    and by whom."""
+    text: str
+    """That message, for its vector."""
+
+
+def key_of(asked: Asked) -> bytes:
+    """A hash of all that is asked, by whom (the tenant), and of which model."""
+    return _hash(asked, _normalized(_asking(asked)))
+
+
+def likeness_of(asked: Asked) -> Likeness | None:
+    """None: an answer to no other question will do. It takes a millisecond for a long one."""
+    last = _last_text(asked)
+    if not last:
+        return None
+    before = _asking(asked)
+    before["messages"] = before["messages"][:-1]
+    return Likeness(_hash(asked, [_normalized(before), *meaning(last)]), last)
+
+
+def _asking(asked: Asked) -> dict[str, Any]:
+    return {name: each for name, each in asked.document.items() if name not in _PASSING}
+
+
+def meaning(text: str) -> tuple[str, list[str], list[str], bool]:
+    """What has to be equal for two texts to say the same: their words in order, courtesies and
+    short forms aside, and beside them content words, numbers and negation.
+
+    Word order stays, since "from A to B" is not "from B to A"; so do articles ("a few"), modal
+    verbs and case ("US", "us"). That loses most paraphrases, and mixes no two questions up.
+    """
+    text = " ".join(normalize("NFC", text).replace("’", "'").split())  # noqa: RUF001
+    courteous = not _ABOUT_WORDS.search(text)
+    for pattern, instead in _COURTESIES if courteous else ():
+        text = pattern.sub(instead, text, count=1).strip()
+    for pattern, instead in _SHORT:
+        text = pattern.sub(instead, text)
+    text = _SMALL_I.sub(r"\1 I ", _FIRST_WORD.sub(lambda found: found[0].lower(), text))
+    text = _without_end(_BESIDE_HAN.sub("", text))
+    text = _HOW_CHINESE.sub("怎么", _HOW.sub("how to ", text))
+    return text, sorted(content(text)), sorted(numbers(text)), negated(text)
+
+
+def _without_end(text: str) -> str:
+    """Without the mark at its end, where that says no more than the words do."""
+    bare = text.rstrip("?？").rstrip()  # noqa: RUF001
+    if bare != text:
+        asks = _ASKS.search(bare) or _ASKS_CHINESE.search(bare)
+        return _without_particle(bare) if asks else f"{bare}?"
+    bare = text.rstrip(".。").rstrip()
+    return _without_particle(bare if bare and bare[-1].isalpha() else text)
+
+
+def _without_particle(text: str) -> str:
+    bare = text[:-1]
+    return bare if text.endswith(("呢", "啊", "呀")) and _ASKS_CHINESE.search(bare) else text
+
+
+def _last_text(asked: Asked) -> str:
+    """The user's message at the end of a chat, where it is one line of plain text."""
+    messages = asked.document.get("messages")
+    if asked.endpoint != "chat" or not isinstance(messages, list):
+        return ""
+    last = messages[-1]
+    if not isinstance(last, dict) or last.get("role") != "user":
+        return ""
+    if set(last) - {"role", "content"}:
+        return ""
+    text = last.get("content")
+    if isinstance(text, list) and len(text) == 1 and isinstance(text[0], dict):
+        part = text[0]
+        text = part.get("text") if set(part) == {"type", "text"} and part["type"] == "text" else ""
+    if not isinstance(text, str) or len(text) > LETTERS_MOST:
+        return ""
+    text = text.strip()
+    return "" if len(text.splitlines()) != 1 or _QUOTE.search(text) else text
+
+
+def _hash(asked: Asked, what: Any) -> bytes:
+    return blake2b(_encode([asked.tenant, asked.endpoint, what]), digest_size=16).digest()
+
+
+def _normalized(document: dict[str, Any]) -> dict[str, Any]:
+    """With its texts normalised; what is no text stays as it is."""
+    found = dict(document)
+    prompt, messages = document.get("prompt"), document.get("messages")
+    if isinstance(prompt, str):
+        found["prompt"] = _plain(prompt)
+    if isinstance(messages, list):
+        found["messages"] = [_message(each) for each in messages]
+    return found
+
+
+def _message(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    said = message.get("content")
+    if isinstance(said, str):
+        return {**message, "content": _plain(said)}
+    if isinstance(said, list):
+        return {**message, "content": [_part(each) for each in said]}
+    return message
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return {**part, "text": _plain(part["text"])}
+    return part
+
+
+def _plain(text: str) -> str:
+    text = normalize("NFC", text)
+    if len(text) > LETTERS_MOST or len(text.strip().splitlines()) > 1 or _QUOTE.search(text):
+        return text.rstrip().lstrip("\r\n")
+    return " ".join(text.split())
