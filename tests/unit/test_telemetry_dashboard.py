@@ -14,6 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from controller.sharing.gauges import Counts
 from controller.telemetry.metrics import LogHealth, Metrics, Sink, State
 from policy.decisions import Alert, BreakerMoved, Refused, Rotated, Scaled, Settled, Verify
 from policy.events import Failed, ReplicaDown, Scraped, StepsRead
@@ -35,6 +36,9 @@ def exercised() -> Metrics:
         {name: Sink(1, 1, 1) for name in ("spans", "webhook", "trace")}, False, {"shed": 1},
     )  # fmt: skip
     of = metrics(state)
+    shared = Counts()
+    shared.leases["user"] = 1
+    of.also(shared.families)
     for replica in range(6):
         of.fed(0, up(replica))
         of.fed(S, Scraped(replica, 1, 1, 10, 0, MS))
