@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from policy.decisions import Decision
 
 LOGGER = logging.getLogger("twinkeel")
+SAVE_S_LEAST = 0.05
+"""For so long a checkpoint is waited for, however little is left of its chain's budget."""
 
 
 class Errands:
@@ -145,19 +147,21 @@ class Errands:
         request, first = call.request, call.said
         try:
             second = await self._client.second(call, replica)
+            section = self._driver.parameters.confidence
+            # In a thread: of long texts it takes some 100 ms, which nobody else is to wait for.
+            same = first is not None and await asyncio.to_thread(
+                compare,
+                first,
+                second.said,
+                greedy=outgoing.greedy(call.asked),
+                gap_min_permille=section.gap_min_permille,
+                same_tokens_permille=section.same_tokens_permille,
+            )
         except Exception as error:  # whatever it was, its caller waits
             if not isinstance(error, TryFailed):
                 LOGGER.exception("the second run on %s failed", replica.name)
             self._driver.feed(Verified(request, replica.id, "failed"))
             return
-        section = self._driver.parameters.confidence
-        same = first is not None and compare(
-            first,
-            second.said,
-            greedy=outgoing.greedy(call.asked),
-            gap_min_permille=section.gap_min_permille,
-            same_tokens_permille=section.same_tokens_permille,
-        )
         verdict: Literal["match", "mismatch"] = "match" if same else "mismatch"
         self._driver.feed(
             Verified(
@@ -177,7 +181,8 @@ class Errands:
                 NewCheckpoint(
                     call.asked.user, decision.chain, decision.step, call.name, answer,
                     ends_s=time.time() + decision.left_ns / 1e9, line=call.asked.line,
-                )
+                ),
+                max(SAVE_S_LEAST, decision.left_ns / 1e9),
             )  # fmt: skip
         except Exception as error:  # whatever the store's trouble is, the caller gets its answer
             self._driver.trouble("checkpoint", f"the chain's state was not saved: {error}")
@@ -196,7 +201,9 @@ class Errands:
         versions = versions_of(driver.replicas.values(), asked.model)
         left_ns = call.arrived_ns + asked.deadline_ns - driver.now_ns()
         try:
-            s_left = left_ns / 1e9 if asked.deadline_ns else LOOK_S_MOST
+            # The caller's own is that of the first token. Once it is over, the policy's counts: it
+            # waits for no look-up at its end.
+            s_left = left_ns / 1e9 if asked.deadline_ns and left_ns > 0 else LOOK_S_MOST
             kept = await self._answers.find(asked, versions, s_left)
         except Exception:  # whatever it was, its caller waits for the next best
             LOGGER.exception("the look-up of a kept answer failed")

@@ -145,7 +145,7 @@ def _unknown(chain: str, user: str | None, recent: list[ChainLine]) -> str:
     named = ", ".join(
         f"{each.chain}{f' of {each.user}' if each.user else ''}" for each in recent[:RECENT]
     )
-    return f"{said}; the youngest are: {named}"
+    return f"{said}; the youngest are: {_printable(named)}"
 
 
 def _samples(data: Path, chain: ChainView) -> dict[str, Sample]:
@@ -183,7 +183,7 @@ def waterfall(
     from rich.text import Text
 
     yield from _head(chain)
-    names = [step.step or "(no name)" for step in chain.steps]
+    names = [_printable(step.step) or "(no name)" for step in chain.steps]
     left = min(max(map(len, names)), NAME_CHARS_MOST)
     total_s = max(step.ended_s for step in chain.steps)
     cells = max(BAR_CHARS_LEAST, width - left - 32)
@@ -198,7 +198,7 @@ def waterfall(
         yield line
         indent = " " * (left + 1)
         for said in _about(step):
-            yield Text(f"{indent}{said}")
+            yield Text(f"{indent}{_printable(said)}")
         if samples is not None and step.request:
             yield from _texts(samples.get(step.request), indent)
     yield Text("  ".join(f"{char} {part}" for part, char in PARTS.items()), style="bright_black")
@@ -209,7 +209,7 @@ def _head(chain: ChainView) -> Iterator[Text]:
 
     of = f" of {chain.user}" if chain.user else ""
     line = f", line {chain.line}" if chain.line else ""
-    yield Text(f"chain {chain.chain}{of}{line}", style="bold")
+    yield Text(_printable(f"chain {chain.chain}{of}{line}"), style="bold")
     if chain.trace_id:
         yield Text(f"trace {chain.trace_id}")
     total_s = max(step.ended_s for step in chain.steps)

@@ -108,6 +108,15 @@ class _Plan:
         self.later = [sum(self.weights[place:]) for place in range(len(plan.steps) + 1)]
         """Weights of a step and those after it."""
 
+    def place(self, step: str) -> int:
+        """Of a step, by its name or as a numbered repetition; -1: it is not planned."""
+        place = self.at.get(step, -1)
+        if place < 0:
+            base, _, number = step.rpartition("#")
+            if number.isascii() and number.isdigit():
+                place = self.at.get(base, -1)
+        return place
+
 
 class Chains:
     """All chains of one policy.
@@ -234,10 +243,10 @@ class Chains:
             Illegal: it cannot be; nothing was changed.
         """
         key = (event.user, event.chain)
+        self._check_found(event, self._chains.get(key))
+        self._forget_old(now_ns)  # what the step itself would forget, when it arrives
         chain = self._chains.get(key)
-        self._check_found(event, chain)
         if chain is None:
-            self._forget_old(now_ns)
             if len(self._chains) >= self._chains_max:
                 return
             end_ns = now_ns + event.left_ns
@@ -295,7 +304,7 @@ class Chains:
         if new:
             chain.last = new
             plan = self._plans.get(chain.line, self._default)
-            places = [plan.at.get(step, -1) + 1 for step in chain.done]
+            places = [plan.place(step) + 1 for step in chain.done]
             chain.next_step = max(chain.next_step, *places)
 
     def ended(self, now_ns: int) -> Sequence[int]:
@@ -413,14 +422,14 @@ class Chains:
         chain.over = chain.told = False
         chain.end_ns = now_ns + plan.budget_ns
         chain.external_ns = FAR_NS
-        chain.next_step = max(plan.at.get(step, -1) for step in steps[:places]) + 1
+        chain.next_step = max(plan.place(step) for step in steps[:places]) + 1
         return places < len(steps)
 
     def _gone(self, now_ns: int, chain: Chain, event: Arrived) -> Ruling:
         plan = self._plans.get(chain.line, self._default)
-        place = plan.at.get(event.step)
+        place = plan.place(event.step)
         left_ns = chain.end_ns - now_ns
-        if place is None:
+        if place < 0:
             weight, later = self._step_weight, plan.later[chain.next_step]
         else:
             weight, later = plan.weights[place], plan.later[place + 1]
@@ -456,7 +465,7 @@ class Chains:
     def _external_ns(self, now_ns: int, chain: Chain, step: str, left_ns: int) -> int:
         """What the client's own step may take, if it is the next one; else -1."""
         plan = self._plans.get(chain.line, self._default)
-        place = plan.at[step] + 1 if step in plan.at else chain.next_step
+        place = plan.place(step) + 1 or chain.next_step
         if place == len(plan.weights) or not plan.external[place]:
             return -1
         step_ns = self._share_ns(left_ns, plan.weights[place], plan.later[place + 1])

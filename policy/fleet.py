@@ -311,6 +311,12 @@ class Fleet:
             cause = f"{DOUBTFUL}: its answers are worse than its peers', by {moved.why}"
             self.alert(now_ns, f"replica {self._name(replica)}", cause, figures, decisions)
 
+    def believe(self, now_ns: int, before: Sequence[int], decisions: Decisions) -> None:
+        """Another policy rules than the one that doubted these: they are back unless it does."""
+        for replica in before:
+            if replica in self._facts.replicas and self._doubt(replica) == NO_DOUBT:
+                self.tell(now_ns, (Rotated(replica, "in", DOUBTFUL),), decisions)
+
     def _placed(self, now_ns: int, moved: Rotated) -> Rotated:
         """As it is told: one mechanism lets a replica in, and another may still keep it out."""
         replica = moved.replica

@@ -71,7 +71,7 @@ class Lent(msgspec.Struct, array_like=True, gc=False):
     stale: bool = False
     """The limits have changed: the next request says what they are."""
     asked_per_s: int = 0
-    """As ``want_per_s`` was when it was asked for: what the share is a share of."""
+    """As ``want_per_s`` was when it was last asked for."""
     asked_in_flight: int = 0
     per_s: int = 0
     """What was given."""
@@ -82,6 +82,9 @@ class Lent(msgspec.Struct, array_like=True, gc=False):
     """When it is looked at next."""
     asked_ns: int | None = None
     """When an answer was last asked for that has not come."""
+    of_per_s: int = 0
+    """As ``asked_per_s`` was when ``per_s`` was given: what the share is a share of."""
+    of_in_flight: int = 0
 
 
 class LeasesState(msgspec.Struct, array_like=True):
@@ -156,8 +159,8 @@ class Leases:
                 return None
             return per_s, in_flight, FAR_NS if lost else lent.until_ns
         if lent is not None and lent.given and (lost or lent.until_ns > now_ns):
-            own_per_s = _part(lent.per_s, lent.asked_per_s, per_s)
-            own_in_flight = _part(lent.in_flight, lent.asked_in_flight, in_flight)
+            own_per_s = _part(lent.per_s, lent.of_per_s, per_s)
+            own_in_flight = _part(lent.in_flight, lent.of_in_flight, in_flight)
             if own_per_s >= 0 and own_in_flight >= 0:
                 return own_per_s, own_in_flight, FAR_NS if lost else lent.until_ns
         if not lost:
@@ -236,6 +239,7 @@ class Leases:
             _is_less(event.per_s, lent.per_s) or _is_less(event.in_flight, lent.in_flight)
         )
         lent.per_s, lent.in_flight, lent.given = *share, True
+        lent.of_per_s, lent.of_in_flight = lent.asked_per_s, lent.asked_in_flight
         self._given(now_ns, lent, event.for_ns, 0 in share)
         if cut and self.state_name == "shared":
             self._look(lent, now_ns)  # the store hears that it is in force, and what is in flight

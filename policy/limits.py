@@ -456,7 +456,7 @@ class Limits:
             self._leases.want(now_ns, "all", "", 0, self._whole_most)
         self._lend_global(now_ns)
         for table in (self._users, self._sessions, self._models):
-            for key in list(table.keys.values()):
+            for _, key in sorted(table.keys.items()):  # what is wanted is remembered in this order
                 if key.waits:
                     self._want_key(now_ns, key)
                 self._lend(now_ns, key)
@@ -487,8 +487,8 @@ class Limits:
         return self._leases.share(now_ns, "session", session, sessions.rate, sessions.most) is None
 
     def away(self) -> list[int]:
-        """What is parked of sessions that are not here."""
-        return [request for turn in self._away.values() for request in turn.parked]
+        """What is parked of sessions that are not here, in order of arrival."""
+        return sorted(request for turn in self._away.values() for request in turn.parked)
 
     def use(self, kind: Kind, name: str) -> Use:
         """What a limit is used for here; nothing, where it is none."""
@@ -677,7 +677,9 @@ class Limits:
             self._offer(now_ns, request, keys)
         else:
             turn.waits += 1
-            turn.parked.append(request)
+            if turn.promoted and request < turn.parked[0]:
+                self._unpromote(now_ns, turn)  # this one waited before it, under another policy
+            insort(turn.parked, request)
             self._promote(now_ns, turn)
             if not turn.most:
                 self._note_away(turn)
@@ -693,12 +695,15 @@ class Limits:
 
     def _demote(self, now_ns: int, turn: Session) -> None:
         """The session has no room any more: its first request is no candidate now."""
+        self._unpromote(now_ns, turn)
+        self._promote(now_ns, turn)
+
+    def _unpromote(self, now_ns: int, turn: Session) -> None:
         request = turn.parked[0]
         owner, _, model = self._parked[request]
         turn.promoted = False
         self._leave_lane(owner, model, request)
         self._stand(now_ns, owner)
-        self._promote(now_ns, turn)
 
     def _offer(self, now_ns: int, request: int, keys: Keys) -> None:
         owner, _, model = keys

@@ -1039,6 +1039,7 @@ class Service:
         self._resize_histories(new)
         old, tiered, fleet, before = self.parameters, self._tiered, self._fleet, self.mechanisms
         self._leases.keys_max = new.limits.keys_max
+        doubted = self._doubted()
         self._build(new)
         self._leases.other_limits()
         reset = self._carried(now_ns, before, old)
@@ -1052,6 +1053,7 @@ class Service:
         if _learns_otherwise(old, new):
             reset.append("complexity")
         decisions: Decisions = [Reset(tuple(reset))] if reset else []
+        self._fleet.believe(now_ns, doubted, decisions)
         parked: list[int] = []
         if old.limits != new.limits:
             parked += self._parked
@@ -1061,6 +1063,10 @@ class Service:
         self._promise_anew()
         self._fleet.attention = True
         return decisions
+
+    def _doubted(self) -> list[int]:
+        """Replicas that are out for what they answer."""
+        return [] if self._breakers is None else sorted(self._breakers.doubted)
 
     def _resize_histories(self, parameters: Parameters) -> None:
         self.facts.users.resize(parameters.history.keys_max)
@@ -1236,6 +1242,7 @@ class Service:
         self.facts.now_ns = now_ns
         reset: list[str] = []
         parked: list[int] = []
+        doubted = self._doubted()
         if event.keep == "old":
             ended = candidate._books()
         else:
@@ -1249,6 +1256,7 @@ class Service:
         reset += self._take_in(now_ns, ended)
         waiting = self._tiered.take_in(ended.queue)
         decisions: Decisions = [Reset(tuple(reset))] if reset else []
+        self._fleet.believe(now_ns, doubted, decisions)
         decisions += self._admitted_anew(now_ns, waiting, [*ended.parked, *parked])
         decisions += self._tiered.refill(now_ns, list(self.facts.replicas))
         self._fleet.attention = True

@@ -374,7 +374,7 @@ class Tiered:
             host.prefixes.add(job.keys, job.block_tokens)
         self._facts.verify(opened, host.replica)
         prefill_ns = prefill_ticks // TICKS_PER_NS
-        self._assume(now_ns, job.request, host.number, prefill_ns)
+        self._assume(now_ns, opened, prefill_ns)
         heard_ns = prefill_ns + job.output_tokens * step_ticks // TICKS_PER_NS
         self._sent(now_ns, job.request, host.number, heard_ns)
         return Verify(job.request, host.number)
@@ -470,7 +470,7 @@ class Tiered:
         number = host.replica.spec.replica
         heard_ns = job.prefill_ns
         if not opened.event.stream:
-            self._assume(now_ns, job.request, number, job.prefill_ns)
+            self._assume(now_ns, opened, job.prefill_ns)
             heard_ns += job.output_tokens * job.step_ns
         self._sent(now_ns, job.request, number, heard_ns)
         priority = job.tier if self._engine_priority else 0
@@ -491,10 +491,15 @@ class Tiered:
         """Can its answer be judged before its caller has any of it?"""
         return not event.stream and self.candidates(event) > 0
 
-    def _assume(self, now_ns: int, request: int, number: int, prefill_ns: int) -> None:
+    def _assume(self, now_ns: int, opened: Open, prefill_ns: int) -> None:
         """Its first token is not reported if it is no stream; its prefill must be over by then.
         Much later, and prompts wait here for engines that are through with the ones before."""
-        heappush(self._assumed, (now_ns + prefill_ns + 50 * NS_PER_MS, request, number))
+        request = opened.event.request
+        if opened.tries > 1 or opened.served >= 0:  # it may have been on this replica before
+            self._assumed = [entry for entry in self._assumed if entry[1] != request]
+            heapify(self._assumed)
+        at_ns = now_ns + prefill_ns + 50 * NS_PER_MS
+        heappush(self._assumed, (at_ns, request, opened.replica))
 
     def _queue_or_shed(
         self, now_ns: int, opened: Open, job: Job, hosts: tuple[Host, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from controller.chains.asking import Reply, Unreachable, Wait, ask
@@ -30,7 +31,14 @@ class AsyncRun(RunBase):
     _http: Any = None
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self._open)
+        if self.kind.gateway is not None:  # it takes a while, which is none of the budget's
+            import aiohttp  # noqa: F401
+        opening = asyncio.ensure_future(self._in_store(self._open))
+        opening.add_done_callback(_heard)
+        await asyncio.wait({opening}, timeout=self.kind.plan.budget_ms / 1e3)
+        if not opening.done():
+            raise self._slow()
+        opening.result()
         return self
 
     async def __aexit__(
@@ -110,8 +118,14 @@ class AsyncRun(RunBase):
 
     async def _kept(self, step: str) -> Step | None:
         known = self.course.finished(step)
-        if known is None:
-            found = await asyncio.to_thread(self._find, step)
+        if known is None and self.course.left_ns(self.kind.clock_ns()):
+            finding = asyncio.ensure_future(self._in_store(self._find, step))
+            finding.add_done_callback(_heard)
+            await asyncio.wait({finding}, timeout=self._save_s())
+            if not finding.done():
+                self._over(NO_TIME)
+                raise ChainOver(f"step {step!r}: {NO_TIME}")
+            found = finding.result()
             known = None if found is None else self.course.keep(found)
         return known if known is not None and known.finished else None
 
@@ -119,16 +133,25 @@ class AsyncRun(RunBase):
         if not self.course.came_back(step):
             raise ChainOver(f"step {step.name!r}: {NO_TIME}")
         # It is seen to its end though the caller be cancelled: a step must not be lost halfway.
-        return await asyncio.shield(self._saved(step, request or secrets.token_hex(12)))
+        saving = asyncio.ensure_future(self._saved(step, request or secrets.token_hex(12)))
+        saving.add_done_callback(_heard)
+        await asyncio.wait({saving}, timeout=self._save_s())
+        if not saving.done():
+            raise self._not_saved(step)
+        return saving.result()
 
     async def _saved(self, step: Step, request: str) -> Any:
         answer = self._encoded(step)
         try:
-            kept = await asyncio.to_thread(self._commit, step.name, request, answer)
+            kept = await self._in_store(self._commit, step.name, request, answer)
         except BaseException as error:
             self._failed(step, error)
             raise
-        return self._finish(step, kept)
+        return self._finish(step, kept) if step.outcome == "open" else kept.value
+
+    async def _in_store(self, work: Callable[..., Any], *given: Any) -> Any:
+        """In a thread of its own: one that the store holds up holds up nothing else."""
+        return await asyncio.wrap_future(self.kind.in_thread(partial(work, *given), "store"))
 
     def _begun(self, step: str, kind: Any) -> Step:
         try:

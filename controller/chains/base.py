@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 from controller.chains import records
 from controller.chains.asking import CHAT, ModelCall, encode_body
 from controller.chains.core import (
+    NO_TIME,
+    NOT_SAVED,
     NS_PER_MS,
     ChainError,
+    ChainOver,
     ChainResult,
     Course,
     Step,
@@ -209,17 +212,18 @@ class RunBase:
     # The store's part
 
     def _open(self) -> None:
-        """Take what is finished from the store; the budget begins, or goes on."""
+        """Take what is finished from the store; the budget begins, or goes on. What the store takes
+        for it is part of the budget."""
+        now_ns, now_s = self.kind.clock_ns(), self.kind.wall_s()
         if self._resume:
             self._go_back()
         rows = self._rows()
         left_ns = None
         if rows and not self._resume:
             ends_s = max(row.ends_s for row in rows)
-            left_ns = round((ends_s - self.kind.wall_s()) * 1e9)
-        now_ns = self.kind.clock_ns()
+            left_ns = round((ends_s - now_s) * 1e9)
         course = Course(self.kind.plan, now_ns, left_ns)
-        self._ends_s = self.kind.wall_s() + course.budget_ns / 1e9
+        self._ends_s = now_s + course.budget_ns / 1e9
         for row in rows:
             step = self._load(row)
             if step is not None:
@@ -230,6 +234,23 @@ class RunBase:
             self._gateway_resume = next(filter(None, reversed(before)), "")
         if self.kind.gateway is not None:
             self._reporter = Reporter(self.kind.gateway, self.chain, self._headers(""))
+
+    def _save_s(self) -> float:
+        return self.course.save_ns(self.kind.clock_ns()) / 1e9
+
+    def _slow(self) -> CheckpointsError:
+        return CheckpointsError(
+            f"the store did not answer within the {self.kind.plan.budget_ms} ms that chain"
+            f" {self.chain!r} has: see that it can be reached, and is not held up"
+        )
+
+    def _not_saved(self, step: Step) -> ChainOver:
+        """The store has not committed it in time. If it still does, it is finished for whoever
+        runs the chain the next time."""
+        self.course.fail(step, self.kind.clock_ns(), NOT_SAVED)
+        self._report(step)
+        self._over(NO_TIME)
+        return ChainOver(f"step {step.name!r}: {NOT_SAVED}")
 
     def _go_back(self) -> None:
         """To a checkpoint: what its chain did later is forgotten, or left to that chain."""

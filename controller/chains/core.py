@@ -31,6 +31,7 @@ NUMBER = "#"
 Outcome = Literal["open", "done", "kept", "failed", "ended", "late"]
 Kind = Literal["model", "function", "coroutine"]
 NO_TIME = "the chain's time was over"
+NOT_SAVED = "it came back, but its checkpoint was not committed before the chain's time was over"
 
 
 class ChainError(Exception):
@@ -125,13 +126,18 @@ class Course:
         if left_ns is not None:
             budget_ns = min(budget_ns, max(0, left_ns))
         self.budget_ns = budget_ns
-        self._end_ns = now_ns + budget_ns - min(RESERVE_NS, budget_ns // 20)
+        self._reserve_ns = min(RESERVE_NS, budget_ns // 20)
+        self._end_ns = now_ns + budget_ns - self._reserve_ns
         self._why_over = ""
         self.steps: dict[str, Step] = {}
         """All that are known, in the order in which they were finished or begun."""
 
     def left_ns(self, now_ns: int) -> int:
         return 0 if self._why_over else max(0, self._end_ns - now_ns)
+
+    def save_ns(self, now_ns: int) -> int:
+        """For how long the store is still waited for: most of what is kept back, too."""
+        return max(0, self._end_ns + self._reserve_ns * 4 // 5 - now_ns)
 
     @property
     def over(self) -> bool:
@@ -264,4 +270,6 @@ def check_name(what: str, name: str) -> str:
         raise ChainError(f"the {what} is {name[:40]!r}: 1 to {NAME_MOST} characters")
     if any(char < " " or char == "\x7f" or "\ud800" <= char <= "\udfff" for char in name):
         raise ChainError(f"the {what} is {name[:40]!r}: no control characters, no lone surrogates")
+    if name != name.strip(" "):  # HTTP drops them, and the gateway would know it by another name
+        raise ChainError(f"the {what} is {name[:40]!r}: no spaces at its ends")
     return name

@@ -16,6 +16,7 @@ from controller.chains.wire import Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
     from types import TracebackType
 
     from controller.chains.asking import Ask
@@ -27,7 +28,10 @@ class Run(RunBase):
     and ``result()`` says what there is."""
 
     def __enter__(self) -> Self:
-        self._open()
+        future = self.kind.in_thread(self._open, "store")
+        if not self._waited(future, self.kind.plan.budget_ms / 1e3):
+            raise self._slow()
+        future.result()
         return self
 
     def __exit__(
@@ -122,20 +126,37 @@ class Run(RunBase):
 
     def _kept(self, step: str) -> Step | None:
         known = self.course.finished(step)
-        if known is None:
-            found = self._find(step)
+        if known is None and self.course.left_ns(self.kind.clock_ns()):
+            future = self.kind.in_thread(partial(self._find, step), "store")
+            if not self._waited(future, self._save_s()):
+                self._over(NO_TIME)
+                raise ChainOver(f"step {step!r}: {NO_TIME}")
+            found = future.result()
             known = None if found is None else self.course.keep(found)
         return known
 
     def _finished(self, step: Step, request: str = "") -> Any:
         self.course.came_back(step)
         answer = self._encoded(step)
+        work = partial(self._commit, step.name, request or secrets.token_hex(12), answer)
         try:
-            kept = self._commit(step.name, request or secrets.token_hex(12), answer)
+            future = self.kind.in_thread(work, "store")
+            in_time = self._waited(future, self._save_s())
+            kept = future.result() if in_time else None
         except BaseException as error:
             self._failed(step, error)
             raise
+        if kept is None:
+            raise self._not_saved(step)
         return self._finish(step, kept)
+
+    def _waited(self, future: Future[Any], for_s: float) -> bool:
+        """Whether it was done in time; else it is left alone."""
+        wait([future], for_s)
+        if not future.done():
+            self.kind.give_up(future)
+            return False
+        return True
 
     def _begun(self, step: str, kind: Any) -> Step:
         try:

@@ -86,6 +86,8 @@ class Exchange:
                 body = answer.read(ANSWER_BYTES_MOST + 1)
         except (OSError, http.client.HTTPException) as error:
             return Unreachable(f"{gateway.url}: {error or type(error).__name__}")
+        if answer.length and len(body) <= ANSWER_BYTES_MOST:
+            return Unreachable(f"{gateway.url}: the answer broke off")
         if len(body) > ANSWER_BYTES_MOST:
             return Unreachable(f"{gateway.url}: an answer of more than {ANSWER_BYTES_MOST} bytes")
         return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, body)

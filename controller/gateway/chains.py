@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from math import inf
 from typing import TYPE_CHECKING
 
 from controller.store.checkpoints import CheckpointsError
@@ -28,7 +29,7 @@ class KnownChains:
 
     Args:
         shared: others write to the store, too, so that a chain is looked up at each of its steps,
-            and not only at the first since the start.
+            and not only where the policy may not know it: since the start, or any more.
         wall_s: time of day.
     """
 
@@ -38,12 +39,15 @@ class KnownChains:
         store: ChainStore,
         shared: bool,
         wall_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._store = store
         self._shared = shared
         self._wall_s = wall_s
-        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._monotonic_s = monotonic_s
+        self._known: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """When each was looked up."""
 
     async def look_up(self, asked: Asked) -> None:
         """Tell the policy what is kept of the request's chain, and of the one that it resumes. A
@@ -60,11 +64,15 @@ class KnownChains:
 
     async def _tell(self, owner: str, chain: str, line: str) -> None:
         key = (owner, chain)
-        if key in self._known and not self._shared:
+        now_s = self._monotonic_s()
+        # The policy remembers a chain for at least so long; then only the store knows it.
+        since_s = now_s - self._driver.parameters.chains.keep_ms / 1000
+        if self._known.get(key, -inf) > since_s and not self._shared:
             return
         kept = await self._store.chain(owner, chain)
         if not self._shared:
-            self._known[key] = None
+            self._known[key] = now_s
+            self._known.move_to_end(key)
             if len(self._known) > KNOWN_MOST:
                 self._known.popitem(last=False)
         if not kept:

@@ -2,65 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 DONE = b"data: [DONE]\n\n"
+SLICE = 64
+"""Tokens that are edited in one go, while all others wait."""
+LONG_BYTES = 256 * 1024
+"""Going over more takes so long that others may go first."""
 _decode = msgspec.json.Decoder().decode
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None).decode
+_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_NULL = msgspec.Raw(b"null")
 
 
-def whole_with_logprobs(body: bytes, shown: int) -> bytes:
+async def whole_with_logprobs(body: bytes, shown: int) -> bytes:
     """An answer with ``shown`` candidates a token, as a server gives them to one who asks for so
-    many; below 0: ``null`` in place of all logprobs."""
-    document = _decode(body)
-    return msgspec.json.encode(document) if _trimmed(document, shown) else body
+    many; below 0: ``null`` in place of all logprobs. A long one is edited in slices."""
+    edited = body
+    for edited in _edited(body, shown):
+        if not edited:
+            await asyncio.sleep(0)
+    return edited
 
 
 def event_with_logprobs(event: bytes, shown: int) -> bytes:
     """The same for an event of a stream."""
     if event.count(b'"logprobs"') == event.count(b'"logprobs":null'):
         return event
-    document = _decode(event[event.index(b"{") :].strip())
-    if not _trimmed(document, shown):
+    lines = event.splitlines()
+    body = b"\n".join([line[5:] for line in lines if line.startswith(b"data:")])
+    *_, edited = _edited(body, shown)
+    if edited == body:
         return event
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+    others = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
+    return b"".join([*others, b"data: ", edited, b"\n\n"])
 
 
-def _trimmed(document: Any, shown: int) -> bool:
+def _edited(body: bytes, shown: int) -> Iterator[bytes]:
+    """Gives nothing where it may rest, and the edited body at last. What is not edited keeps its
+    bytes, and is not read either."""
+    document = _members(body)
+    if len(body) > LONG_BYTES:
+        yield b""
+    choices = _choices(document.get("choices", _NULL)) or []
     found = False
-    for choice in document.get("choices") or ():
-        logprobs = choice.get("logprobs")
-        if logprobs is None:
+    for choice in choices:
+        logprobs = choice.get("logprobs", _NULL)
+        if logprobs == _NULL:
             continue
         found = True
+        yield b""
         if shown < 0:
-            choice["logprobs"] = None
-        elif isinstance(logprobs, dict):
-            _trim(logprobs, shown)
-    return found
+            choice["logprobs"] = _NULL
+            continue
+        for choice["logprobs"] in _trimmed(logprobs, shown):
+            yield b""
+    if found:
+        document["choices"] = msgspec.Raw(msgspec.json.encode(choices))
+    yield msgspec.json.encode(document) if found else body
 
 
-def _trim(logprobs: dict[str, Any], shown: int) -> None:
+def _trimmed(logprobs: msgspec.Raw, shown: int) -> Iterator[msgspec.Raw]:
     """vLLM lists the token itself first, then the likeliest others: of a chat's so many in all, of
-    a completion's the likeliest so many, and the token itself where it is none of them."""
-    content, top = logprobs.get("content"), logprobs.get("top_logprobs")
-    for token in content if isinstance(content, list) else ():
-        listed = token.get("top_logprobs") if isinstance(token, dict) else None
-        if isinstance(listed, list):
-            token["top_logprobs"] = listed[:shown]
-    if isinstance(top, list):
-        logprobs["top_logprobs"] = [
-            _likeliest(each, shown) if isinstance(each, dict) else each for each in top
-        ]
+    a completion's the likeliest so many, and the token itself where it is none of them. The last
+    that is given is it; what has another form stays as it is."""
+    parts: dict[str, msgspec.Raw] = {}
+    with suppress(msgspec.ValidationError):
+        parts = _members(logprobs)
+    if memoryview(logprobs).nbytes > LONG_BYTES:
+        yield logprobs
+    for name, cut in (("content", _token_with), ("top_logprobs", _likeliest)):
+        listed: list[msgspec.Raw] = []
+        with suppress(msgspec.ValidationError):
+            listed = _items(parts.get(name, _NULL))
+        for at, each in enumerate(listed):
+            with suppress(msgspec.ValidationError):
+                listed[at] = cut(each, shown)
+            if at % SLICE == SLICE - 1:
+                yield logprobs
+        if listed:
+            parts[name] = msgspec.Raw(msgspec.json.encode(listed))
+    yield msgspec.Raw(msgspec.json.encode(parts)) if parts else logprobs
 
 
-def _likeliest(top: dict[str, Any], shown: int) -> dict[str, Any]:
+def _token_with(raw: msgspec.Raw, shown: int) -> msgspec.Raw:
+    token = _members(raw)
+    if "top_logprobs" not in token:
+        return raw
+    listed = _items(token["top_logprobs"])[:shown]
+    token["top_logprobs"] = msgspec.Raw(msgspec.json.encode(listed))
+    return msgspec.Raw(msgspec.json.encode(token))
+
+
+def _likeliest(raw: msgspec.Raw, shown: int) -> msgspec.Raw:
     """The likeliest so many, and the token itself, which comes first."""
-    entries = list(top.items())
-    known = [at for _, at in entries if isinstance(at, int | float)]
+    entries = list(_members(raw).items())
+    read = [_decode(at) for _, at in entries]
+    known = [at for at in read if isinstance(at, int | float)]
     ahead = sum(at > known[0] for at in known)  # none where there is none
-    return dict(entries[: shown + (ahead >= shown)])
+    return msgspec.Raw(msgspec.json.encode(dict(entries[: shown + (ahead >= shown)])))
 
 
 def with_member(body: bytes, name: str, value: object) -> bytes:

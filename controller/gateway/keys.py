@@ -140,6 +140,7 @@ def add_entry(path: Path, entry: Entry) -> None:
     mode = 0o600
     if path.exists():
         before = read_entries(path)
+        _check_apart((*before, entry), str(path))
         text = path.read_text(encoding="utf-8")
         mode = path.stat().st_mode & 0o777
         if not before:  # `keys: []`, or no keys at all
@@ -226,7 +227,26 @@ def _entries(raw: dict[str, Any], where: str) -> tuple[Entry, ...]:
         seen[digest] = index
     if not listed:
         raw = {**raw, "keys": []}
-    return decode(raw, KeysFile, where, schema=SCHEMA).keys
+    entries = decode(raw, KeysFile, where, schema=SCHEMA).keys
+    _check_apart(entries, where)
+    return entries
+
+
+def _check_apart(entries: tuple[Entry, ...], where: str) -> None:
+    """A user is known as TENANT/USER: a tenant must be no other's user."""
+    tenants = {entry.tenant for entry in entries}
+    for index, entry in enumerate(entries):
+        parts = entry.tenant.split("/")
+        above = ("/".join(parts[:count]) for count in range(1, len(parts)))
+        other = next((name for name in above if name in tenants), None)
+        if other is not None:
+            raise FileError(
+                where,
+                f"tenant {entry.tenant!r} reads as a user of tenant {other!r}, who could get its"
+                " chains and answers",
+                key=f"keys[{index}].tenant",
+                hint="name one of them otherwise",
+            )
 
 
 _HINT = "the file holds only the SHA-256 of keys: `twinkeel keys add TENANT` makes one and adds it"

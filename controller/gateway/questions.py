@@ -30,8 +30,10 @@ _QUOTE = re.compile(r"[\"`“”„«»「」『』‘]|(?<!\w)['’]|['’](?!\
 _ABOUT_WORDS = re.compile(
     r":|\b(?:say|says|said|saying|translat\w*|spell\w*|words?|wording|phrases?|write|writing|wrote"
     r"|reply|repl(?:y|ies)|mean|means|meaning|rewrite|rephrase|proofread|correct|repeat|type|print"
-    r"|answer\w*|respond\w*|greet\w*|polite\w*|called|named?|titles?)\b|[说說写寫译譯词詞句字叫读讀]|意思|名"
-    r"|回复|回答|表达|区别|敬语",
+    r"|answer\w*|respond\w*|greet\w*|polite\w*|rude\w*|called|named?|titles?|letters?|characters?"
+    r"|(?:this|my(?: last| first)?) (?:text|message|sentence|prompt|question)"
+    r"|did I (?:just )?(?:begin|start|thank|ask))\b"
+    r"|[说說写寫译譯词詞句字叫读讀称稱]|意思|名|回复|回答|表达|区别|不同|敬语|[用和与跟]您|您[和与跟]",
     re.IGNORECASE,
 )
 """Where it may be about the very words that are courtesies elsewhere."""
@@ -44,13 +46,17 @@ _BEGINS = (
 _BEGINS_CHINESE = (
     r"(?:请|請|我|怎|如何|什么|为什么|为何|哪|能|可以|可不可以|是否|有没有|你|您|想|麻烦|谁)"
 )
+_ASKS_CHINESE_FIRST = r"(?:怎|如何|什么|为什么|为何|哪|谁|多少|几|是否|有没有|能不能|可不可以)"
 _COURTESIES = [
     (re.compile(pattern, re.IGNORECASE), instead)
     for pattern, instead in (
         (r"^(?:hi|hello|hey|good (?:morning|afternoon|evening))(?: there| team| all| everyone)?"
          rf"(?:[,.!]\s*(?={_BEGINS})|\s+(?={_WH}))", ""),
         (rf"^(?:您好|你好|哈喽)[,，.。!！~\s]+(?={_BEGINS_CHINESE})", ""),  # noqa: RUF001
-        (r"^(?:请问|請問|麻烦问一下|想问一下|我想问一下|我想知道|请告诉我)[,，:：\s]*", ""),  # noqa: RUF001
+        (r"^(?:请问|請問)[,，:：\s]*", ""),  # noqa: RUF001
+        # Others may be asked or told what follows: 请告诉我妈妈怎么办.
+        (r"^(?:麻烦问一下|想问一下|我想问一下|我想知道|请告诉我)"
+         rf"(?:[,，:：\s]+(?={_BEGINS_CHINESE})|(?={_ASKS_CHINESE_FIRST}))", ""),  # noqa: RUF001
         (r"([.?!])\s*(?:many thanks|thanks|thank you)(?: in advance| a lot| (?:very|so) much)?"
          r"[.!]*$", r"\1"),
         (r",\s*(?:please|thanks|thank you)([.?!]*)$", r"\1"),
@@ -80,7 +86,12 @@ _FIRST_WORD = re.compile(
     r"|Describe|Compare|After|Before|Export|Open|Delete)(?=\s)"
 )
 """Small and capital letters mean the same in these; China and china are two things anywhere."""
-_HOW = re.compile(r"^how (?:(?:do|can) I|I can) (?=[a-z])")
+_STATES = (
+    r"(?:look|sound|feel|seem|appear|smell|taste|come across|rank|rate|score|compare|differ|stand"
+    r"|fit|fare|perform|be|have|still|owe|need|exist|matter)\b"
+)
+"""After "how do I" these ask how it is with somebody, after "how can I" how that can be."""
+_HOW = re.compile(rf"^how (?:(?:do|can) I|I can) (?!{_STATES})(?=[a-z])")
 _HOW_CHINESE = re.compile(
     r"^(?:我(?:要|该|应该|可以|能)?)?(?:如何|怎么|怎样|怎樣)(?=[^不没沒会會这這那了样樣])"
 )
@@ -92,8 +103,16 @@ _ASKS = re.compile(
 _ASKS_CHINESE = re.compile(
     r"[吗嗎]$|如何|怎么|怎样|怎樣|什么|甚麼|什麼|多少|哪|几|幾|谁|誰|为何|為何|是否"
 )
+_MARK = re.compile(r"(?<=[\w)\]）%])[?？.。]$")  # noqa: RUF001
+"""One that ends a sentence; others are wildcards, folders, or part of what is asked about."""
+_ABOUT_MARKS = re.compile(
+    r"\b(?:regex\w*|regular expressions?|wildcards?|glob\w*|marks?|full stops?|periods?|dots?"
+    r"|punctuat\w*|url|path)\b|https?:|正则|通配|标点|问号|句号|网址|路径",
+    re.IGNORECASE,
+)
 _HAN = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-_BESIDE_HAN = re.compile(rf"(?<=[{_HAN}]) | (?=[{_HAN}])")
+_BESIDE_HAN = re.compile(rf"(?<=[{_HAN}]) (?![{_HAN}])|(?<![{_HAN}]) (?=[{_HAN}])")
+"""Between two of them a space tells where a name ends."""
 
 
 class Likeness(NamedTuple):
@@ -146,12 +165,13 @@ def meaning(text: str) -> tuple[str, list[str], list[str], bool]:
 
 def _without_end(text: str) -> str:
     """Without the mark at its end, where that says no more than the words do."""
-    bare = text.rstrip("?？").rstrip()  # noqa: RUF001
-    if bare != text:
+    if _ABOUT_MARKS.search(text):
+        return text
+    bare = text[:-1] if _MARK.search(text) else text
+    if bare != text and not text.endswith((".", "。")):
         asks = _ASKS.search(bare) or _ASKS_CHINESE.search(bare)
         return _without_particle(bare) if asks else f"{bare}?"
-    bare = text.rstrip(".。").rstrip()
-    return _without_particle(bare if bare and bare[-1].isalpha() else text)
+    return _without_particle(bare if bare[-1:].isalpha() else text)
 
 
 def _without_particle(text: str) -> str:

@@ -166,7 +166,7 @@ class Teller:
             if settled.why == "cached":
                 headers["x-twinkeel-age-s"] = f"{settled.age_ns / 1e9:.3f}"
                 headers["x-twinkeel-similarity"] = f"{call.similarity:.3f}"
-        if settled.confidence_permille >= 0:
+        if _is_scored(settled):
             headers["x-twinkeel-confidence"] = f"{settled.confidence_permille / 1000:.3f}"
         if settled.verification:
             headers["x-twinkeel-verification"] = settled.verification
@@ -195,7 +195,7 @@ class Teller:
         version = _version(call, settled)
         if version:
             extra["model_version"] = version
-        if settled.confidence_permille >= 0:
+        if _is_scored(settled):
             extra["confidence_score"] = settled.confidence_permille / 1000
         if settled.verification:
             extra["verification_status"] = settled.verification
@@ -228,6 +228,11 @@ def worth_keeping(parameters: Parameters, settled: Settled) -> bool:
         return False
     sure = settled.confidence_permille >= parameters.confidence.verify_below_permille
     return settled.confidence_permille < 0 or sure or settled.verification == "match"
+
+
+def _is_scored(settled: Settled) -> bool:
+    """Whether the score is that of what its caller gets: not of what a template is given for."""
+    return settled.confidence_permille >= 0 and settled.why != "template"
 
 
 def _version(call: Call, settled: Settled) -> str:

@@ -14,8 +14,14 @@ local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
 if here == '0' then
   redis.call('ZREM', KEYS[1], id)
 else
-  if not last or now - last > tonumber(silence) then
+  local silent = last and now - last
+  if not silent or math.abs(silent) > tonumber(silence) then
     redis.call('SET', KEYS[2], '1', 'PX', calm)
+  end
+  if silent and silent < 0 then  -- the clock was put back: nobody was heard later than now
+    for _, other in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')) do
+      redis.call('ZADD', KEYS[1], now, other)
+    end
   end
   redis.call('ZADD', KEYS[1], now, id)
 end

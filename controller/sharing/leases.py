@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from controller.listener import Listener
 from controller.sharing.gauges import Counts
-from controller.sharing.store import CALM_MS, LEASE_MS, Leave, Quota, Session, StoreError, shown
+from controller.sharing.store import (
+    ANSWER_S,
+    CALM_MS,
+    LEASE_MS,
+    Leave,
+    Quota,
+    Session,
+    StoreError,
+    shown,
+)
 from policy.decisions import Lease, Release
 from policy.events import QuotaLeased, ReplicaShare, ReplicaUp, SessionOwned, StoreChanged
 
@@ -103,7 +112,7 @@ class Sharing(Listener):
 
     async def _run(self) -> None:
         tries = 0
-        while True:
+        while not self._closing:
             try:
                 if self._told[0] != "shared":
                     await self._reach()
@@ -114,7 +123,7 @@ class Sharing(Listener):
             except Exception as error:
                 LOGGER.exception("sharing failed")
                 self._lost(StoreError(f"a fault of this program: {error}"))
-            if self._told[0] != "shared":
+            if self._told[0] != "shared" and not self._closing:
                 await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
                 tries += 1
 
@@ -153,12 +162,11 @@ class Sharing(Listener):
             self._leaves = {**leaves, **self._leaves}
             raise
         self._counted(began_ns)
-        took_ns = self._driver.now_ns() - began_ns
         self._shared(told.controllers)
         answers = zip(leases, asks[len(leaves) :], told.answers[len(leaves) :], strict=True)
         for lease, ask, answer in answers:
             lasts_ms = ask.lasts_ms if type(ask) is Quota else LEASE_MS
-            self._answered(lease, answer, lasts_ms * NS_PER_MS - took_ns)
+            self._answered(lease, answer, began_ns + lasts_ms * NS_PER_MS)
 
     def _ask(self, lease: Lease, now_ns: int) -> Ask:
         held = self._held.get((lease.kind, lease.name))
@@ -168,21 +176,22 @@ class Sharing(Listener):
         shares = held.shares if held is not None and still else (0, 0)
         return _quota(lease, shares, _share_ms(len(self._held)))
 
-    def _answered(self, lease: Lease, answer: tuple[int, ...] | None, left_ns: int) -> None:
+    def _answered(self, lease: Lease, answer: tuple[int, ...] | None, until_ns: int) -> None:
+        """Where this process stood still in between, or has many to tell, less of it is left."""
         key = lease.kind, lease.name
         self.counts.leases[lease.kind] = self.counts.leases.get(lease.kind, 0) + 1
-        now_ns = self._driver.now_ns()
+        left_ns = max(until_ns - self._driver.now_ns(), 0)
         if lease.kind == "session":
             if answer is None:
                 self._held.pop(key, None)
                 self._driver.feed(SessionOwned(lease.name, 0))
             else:
-                self._held[key] = _Held(lease, (0, 0), now_ns + left_ns)
+                self._held[key] = _Held(lease, (0, 0), until_ns)
                 self._driver.feed(SessionOwned(lease.name, left_ns, answer))
             return
         assert answer is not None
         shares = (max(answer[0], 0), max(answer[1], 0))
-        self._held[key] = _Held(lease, shares, now_ns + left_ns)
+        self._held[key] = _Held(lease, shares, until_ns)
         # Of a smaller one than before the policy asks again at once: what was cut counts until the
         # store hears that it is not spent any more.
         self._driver.feed(QuotaLeased(lease.kind, lease.name, answer[0], answer[1], left_ns))
@@ -247,9 +256,14 @@ class Sharing(Listener):
         if self._closing:
             return
         self._closing = True
+        shared = self._told[0] == "shared"
         if self._task is not None:
+            if shared:  # what is under way is waited for: there is one connection
+                self._work.set()
+                await asyncio.wait({self._task}, timeout=2 * ANSWER_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            shared = shared and not self._task.cancelled()
         now_ns = self._driver.now_ns()
         self._forget(now_ns)
         ages: dict[str, list[int]] = {}
@@ -261,7 +275,7 @@ class Sharing(Listener):
                 asks.append(Leave(name, tuple(ages.get(name, ()))))
             else:
                 asks.append(_quota(held.lease, held.shares, 0))
-        if self._told[0] == "shared":
+        if shared and self._told[0] == "shared":
             try:
                 for at in range(0, len(asks) or 1, ASKS_MOST):
                     await self._store.leave(asks[at : at + ASKS_MOST], at + ASKS_MOST >= len(asks))

@@ -15,6 +15,9 @@ local answer = {}
 for i = 2, #KEYS do
   local owner, spent = unpack(redis.call('HMGET', KEYS[i], 'owner', 'spent'))
   local mine = {}
+  if redis.call('PTTL', KEYS[i]) > lasts + 1000 then  -- the clock was put back; a calm goes on
+    owner, spent = false, false
+  end
   -- What was left was left by its owner: that is known, calm or not.
   if owner == id or (not owner and (spent or not calm or ARGV[i + 1] == '1')) then
     mine[1] = 1

@@ -12,8 +12,9 @@ import secrets
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
+from controller.store.checkpoints import no_url, without_password
 from policy.files import FileError
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class Store:
         from redis.exceptions import RedisError
 
         task = asyncio.ensure_future(pipe.execute())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was seen
         try:
             done, _ = await asyncio.wait({task}, timeout=within_s)
             if not done:
@@ -239,7 +241,9 @@ def check_redis(url: str, where: str) -> None:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise FileError(where, f"{shown(url)!r} is no URL: {error}", key="redis") from error
+        raise FileError(
+            where, f"{shown(url)!r} is no URL: {no_url(url, error)}", key="redis"
+        ) from None
     named = parts.path if parts.scheme == "unix" else parts.hostname
     if parts.scheme not in SCHEMES or not named or port == 0:
         raise FileError(
@@ -256,13 +260,9 @@ def check_redis(url: str, where: str) -> None:
     try:
         parse_url(url)
     except ValueError as error:
-        raise FileError(where, f"{shown(url)!r}: {error}", key="redis") from error
+        raise FileError(where, f"{shown(url)!r}: {no_url(url, error)}", key="redis") from None
 
 
 def shown(url: str) -> str:
     """The address without its password."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return url.rpartition("@")[2]
-    return urlunsplit((*parts[:1], parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return without_password(url)

@@ -233,10 +233,15 @@ class KeptAnswers:
         """Do it as one transaction, after what waits; the file's troubles end here."""
         try:
             connection = self._connection or self._opened()
+            try:
+                with connection:
+                    self._write(connection)
+            except sqlite3.OperationalError as error:  # such as a full disk: it can still be read
+                self._stale = True
+                self._on_trouble(f"{self.path}: {error}: no answer is kept meanwhile")
             with connection:
-                self._write(connection)
                 return work(connection)
-        except (sqlite3.OperationalError, OSError) as error:  # such as a full disk
+        except (sqlite3.OperationalError, OSError) as error:
             self._stale = True
             self._on_trouble(f"{self.path}: {error}: no answer is kept or found meanwhile")
         except (sqlite3.Error, zlib.error) as error:

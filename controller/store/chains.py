@@ -18,6 +18,8 @@ T = TypeVar("T")
 DOWN_S = 1.0
 """How long nothing is asked of a store that has just failed: what waits for it would else wait for
 a time-out each, one after the other."""
+WAIT_S = 1.0
+"""For how long a step waits for the store, others' turns included: its caller has a budget."""
 WAITING_MOST = 1000
 """Asked for and not done yet; more are refused."""
 
@@ -39,16 +41,17 @@ class ChainStore:
         self._waiting = 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="chains")
 
-    async def save(self, new: NewCheckpoint) -> str:
-        """Keep a finished step; its checkpoint's id once that is committed."""
-        return await self._run(lambda: self._checkpoints.save(new))
+    async def save(self, new: NewCheckpoint, wait_s: float = WAIT_S) -> str:
+        """Keep a finished step; its checkpoint's id once that is committed. What was given up after
+        ``wait_s`` may be committed all the same."""
+        return await self._in_time(lambda: self._checkpoints.save(new), min(wait_s, WAIT_S))
 
     async def load(self, checkpoint: str, owner: str) -> Checkpoint | None:
-        return await self._run(lambda: self._checkpoints.load(checkpoint, owner))
+        return await self._in_time(lambda: self._checkpoints.load(checkpoint, owner))
 
     async def chain(self, owner: str, chain: str) -> list[Checkpoint]:
         """What is kept of a chain, in the order of saving, without the answers."""
-        return await self._run(lambda: self._checkpoints.chain(owner, chain))
+        return await self._in_time(lambda: self._checkpoints.chain(owner, chain))
 
     async def undo(self, checkpoint: str, owner: str) -> int:
         """Forget what its chain saved after this checkpoint; how many."""
@@ -58,6 +61,16 @@ class ChainStore:
         """Finish what was asked for."""
         self._executor.shutdown()
         self._checkpoints.close()
+
+    async def _in_time(self, work: Callable[[], T], wait_s: float = WAIT_S) -> T:
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._run(work)
+        except TimeoutError:
+            raise CheckpointsError(
+                f"the checkpoints' store did not answer within {wait_s:.3g} s: it is slow, or too"
+                " much waits for it"
+            ) from None
 
     async def _run(self, work: Callable[[], T]) -> T:
         if self._waiting >= WAITING_MOST:

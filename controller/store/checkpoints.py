@@ -400,9 +400,9 @@ class RedisCheckpoints:
             )
         except ValueError as error:
             raise CheckpointsError(
-                f"{_without_password(url)}: {error}; give redis://host:port/db"
-            ) from error
-        self._name = _without_password(url)
+                f"{without_password(url)}: {no_url(url, error)}; give redis://host:port/db"
+            ) from None  # it may quote the password
+        self._name = without_password(url)
         self._save = self._redis.register_script(_SAVE)
         self._chain = self._redis.register_script(_CHAIN)
         self._undo = self._redis.register_script(_UNDO)
@@ -490,6 +490,19 @@ def _key(checkpoint: str) -> str:
     return f"twinkeel:chain:{checkpoint[3:19]}"
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """The address, as it can be shown: without user and password, wherever they stand."""
     scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    address = rest.rpartition("@")[2]
+    plain = not any(char in rest[: len(rest) - len(address)] for char in "/?#")
+    address = address if plain else ""  # nobody can tell where a password ends
+    return f"{scheme}://{address.partition('?')[0].partition('#')[0]}"
+
+
+def no_url(url: str, error: ValueError) -> str:
+    """Why it is no URL. What the error quotes may be a part of the password."""
+    if "@" not in url and "?" not in url:
+        return str(error)
+    return (
+        "see its port and options, and percent-encode what user and password have of / ? # @ : [ ]"
+    )

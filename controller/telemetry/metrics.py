@@ -226,7 +226,8 @@ class Metrics(Listener):
             self._explain(settled, tier)
         if settled.verification:
             self._verifications.add((settled.verification,))
-        if settled.confidence_permille >= 0:
+        if settled.confidence_permille >= 0 and settled.why not in ("cached", "checkpoint"):
+            # Of those it was observed when they were made.
             self._confidence.cell().observe(settled.confidence_permille)
         self._tokens(call)
         self._times(call, settled, sla, tier)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 
-from controller.call import AS_IT_CAME
+from controller.call import AS_ASKED, AS_IT_CAME
 from controller.gateway import editing
 from controller.gateway.answers import ANSWER_BYTES_MOST, gathers
 from controller.gateway.asking import prompt_text, sendable
@@ -30,9 +30,12 @@ if TYPE_CHECKING:
     from controller.driver import Driver
     from controller.upstream.replica import Replica
     from policy.decisions import Dispatch
-    from policy.events import ErrorKind
+    from policy.events import ErrorKind, ReplicaUp
 
 LOGGER = logging.getLogger("twinkeel")
+REFUSALS = (400, 422)
+SHORT_TEXTS = 1000
+"""Characters of a prompt and its answer that are looked at in place."""
 
 
 class TryFailed(Exception):
@@ -73,6 +76,8 @@ class Client:
         self._features = features
         self._traceparent = traceparent
         self._pass_authorization = pass_authorization
+        self._unscored: dict[int, ReplicaUp | None] = {}
+        """Replicas that refuse the logprobs of a score, as they were when they did."""
 
     async def attempt(self, call: Call, replica: Replica, decision: Dispatch) -> None:
         """Try it, and feed how it ended."""
@@ -83,16 +88,23 @@ class Client:
             began_ns = driver.now_ns()
             asked = call.asked
             call.wanted = outgoing.logprobs(asked, self._features, decision)
+            if self._unscored.get(replica.id) is replica.spec is not None and call.wanted.added:
+                call.wanted = AS_ASKED
             body = outgoing.body(asked, self._features, decision, call.wanted)
             headers = self._headers(call)
             call.sent_ns = driver.now_ns()
             call.gateway_ns += call.sent_ns - began_ns
+            finished = None
             async with replica.post(asked.path, body, headers) as answer:
-                kind = answer.content_type
-                if answer.status == 200 and kind == "text/event-stream" and asked.stream:
-                    finished = await _Stream(driver, call, replica, call.wanted).run(answer)
+                if not (call.wanted.added and answer.status in REFUSALS):
+                    finished = await self._taken(call, replica, answer)
                 else:
-                    finished = await self._whole(call, replica, answer)
+                    self._refused(replica, await answer.read())
+            if finished is None:  # perhaps it is only our wish for logprobs that it refuses
+                call.wanted = AS_ASKED
+                body = outgoing.body(asked, self._features, decision)
+                async with replica.post(asked.path, body, headers) as answer:
+                    finished = await self._taken(call, replica, answer)
         except TryFailed as error:
             failed = error.kind
         except CallerGone:
@@ -116,6 +128,21 @@ class Client:
             driver.feed(finished)
             return
         driver.feed(Failed(request, replica.id, failed))
+
+    async def _taken(
+        self, call: Call, replica: Replica, answer: aiohttp.ClientResponse
+    ) -> Finished:
+        streams = answer.status == 200 and answer.content_type == "text/event-stream"
+        if streams and call.asked.stream:
+            return await _Stream(self._driver, call, replica, call.wanted).run(answer)
+        return await self._whole(call, replica, answer)
+
+    def _refused(self, replica: Replica, body: bytes) -> None:
+        """Where it says that it is the logprobs, it is not asked for them again."""
+        if b"logprobs" in body:
+            self._unscored[replica.id] = replica.spec
+            said = body[:200].decode(errors="replace")
+            LOGGER.warning("%s has no scores, it refuses logprobs: %s", replica.name, said)
 
     def _headers(self, call: Call) -> dict[str, str]:
         headers = {
@@ -155,12 +182,10 @@ class Client:
         replica.tokens += max(1, tokens)
         certainties = judge.Certainties(call.wanted.candidates)
         if call.wanted.scored:
-            for choice in read.choices:
-                certainties.add(choice.logprobs)
-            call.said = judge.said(read)
-            call.contradiction = contradicts(prompt_text(call.asked), judge.text_of(read))
+            certainties, call.said = await judge.measured(read, call.wanted.candidates)
+            call.contradiction = await _contradicts(call, judge.text_of(read))
             if call.wanted.shown != AS_IT_CAME:
-                body = editing.whole_with_logprobs(body, call.wanted.shown)
+                body = await editing.whole_with_logprobs(body, call.wanted.shown)
         call.body = body
         call.finish_reason = read.choices[0].finish_reason or "" if read.choices else ""
         call.engine = judge.engine_times(read.metrics)
@@ -188,11 +213,9 @@ class Client:
             raise TryFailed(wrong or "malformed")
         tokens = sse.bounded(read.usage.completion_tokens) if read.usage else 0
         replica.tokens += max(1, tokens)
-        certainties = judge.Certainties(call.wanted.candidates)
-        for choice in read.choices:
-            certainties.add(choice.logprobs)
-        contradiction = contradicts(prompt_text(call.asked), judge.text_of(read))
-        return Second(judge.said(read), tokens, certainties.features(), contradiction)
+        certainties, said = await judge.measured(read, call.wanted.candidates)
+        contradiction = await _contradicts(call, judge.text_of(read))
+        return Second(said, tokens, certainties.features(tokens), contradiction)
 
 
 class _Stream:
@@ -308,7 +331,8 @@ class _Stream:
             self._pass([self._looked_at(event, chunk)], out)
             return False
         if kind == NOTHING:
-            (call.tail or (out if self._said else self._held)).append(event)
+            passed = self._looked_at(event, chunk)  # a token of half a sign has no text
+            (call.tail or (out if self._said else self._held)).append(passed)
             return False
         if kind == DONE:
             if not self._finish or self._begun:
@@ -375,7 +399,8 @@ class _Stream:
         if not wanted.scored or chunk is None:
             return event
         for choice in chunk.choices:
-            self._certainties.add(choice.logprobs)
+            if not self._certainties.add(choice.logprobs) and sse.has_text(choice):
+                self._certainties.missed()
             self._text.add(choice)
         if wanted.shown == AS_IT_CAME:
             return event
@@ -414,8 +439,7 @@ class _Stream:
         self._keep()
         self._call.finish_reason = self._finish
         if self._wanted.scored:
-            asked = self._call.asked
-            self._call.contradiction = contradicts(prompt_text(asked), self._text.so_far())
+            self._call.contradiction = await _contradicts(self._call, self._text.so_far())
         return _finished(self._driver, self._call, self._replica, usage, tokens, self._certainties)
 
 
@@ -432,11 +456,19 @@ def _finished(
     call.prompt_tokens = prompt_tokens
     call.cached_tokens = usage.cached_tokens
     call.output_tokens = tokens
-    mean, worst, close = certainties.features()
+    mean, worst, close = certainties.features(tokens)
     return Finished(
         call.request, replica.id, prompt_tokens, usage.cached_tokens, tokens, mean, worst, close,
         call.contradiction,
     )  # fmt: skip
+
+
+async def _contradicts(call: Call, answer: str) -> bool:
+    """Long texts take some 10 ms, which nobody else is to wait for."""
+    prompt = prompt_text(call.asked)
+    if len(prompt) + len(answer) <= SHORT_TEXTS:
+        return contradicts(prompt, answer)
+    return await asyncio.to_thread(contradicts, prompt, answer)
 
 
 def _rejected(call: Call, status: Any, body: bytes) -> None:

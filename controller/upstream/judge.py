@@ -6,6 +6,7 @@ gives each of these with a 200.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import suppress
 from math import exp
@@ -27,6 +28,14 @@ NS_PER_MS = 1_000_000
 MS_MOST = 1e9
 NEVER = 1e6
 """Beyond any logprob: some servers write one as -9999."""
+LIKELIEST_LEAST = -20.0
+"""Of any token some candidate is likelier: a list with none is none of the likeliest."""
+ROUNDING = 0.05
+"""So much more than all of the probability may be listed."""
+SLICE = 32
+"""Tokens of an answer that are read in one go, while all others wait."""
+LONG_BYTES = 256 * 1024
+"""Going over more takes so long that others may go first."""
 CHUNK = 256
 """Tokens whose candidates are kept at a time: an answer may have any number of them."""
 TEXT_MOST = 64 * 1024
@@ -47,7 +56,7 @@ class _Choice(msgspec.Struct):
     message: _Message | None = None
     text: str | None = None
     finish_reason: str | None = None
-    logprobs: Any = None
+    logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Embedding(msgspec.Struct):
@@ -160,22 +169,33 @@ class Certainties:
         candidates: how many the server was asked for; 0: not known.
     """
 
-    __slots__ = ("_candidates", "_chunk", "_close", "_count", "_sum", "_worst")
+    __slots__ = ("_candidates", "_chunk", "_close", "_count", "_sum", "_unread", "_worst")
 
     def __init__(self, candidates: int = 0) -> None:
         self._candidates = candidates
         self._chunk: list[list[float]] = []
         """Of tokens that are not summed up yet."""
-        self._count = self._sum = self._worst = self._close = 0
+        self._count = self._sum = self._worst = self._close = self._unread = 0
 
-    def add(self, logprobs: Any) -> None:
-        """One choice's ``logprobs``, of a chat or of a completion."""
+    def add(self, logprobs: Any) -> bool:
+        """One choice's ``logprobs``, of a chat or of a completion; were there any?"""
+        before = self._count + len(self._chunk) + self._unread
         for _, values in _tokens(logprobs):
-            listed = _sane(values)
-            if listed:
-                self._chunk.append(listed)
-                if len(self._chunk) == CHUNK:
-                    self._sum_up()
+            self.token(_sane(values))
+        return self._count + len(self._chunk) + self._unread > before
+
+    def token(self, listed: list[float]) -> None:
+        """One token's; empty: they are none."""
+        if not listed:
+            self._unread += 1
+            return
+        self._chunk.append(listed)
+        if len(self._chunk) == CHUNK:
+            self._sum_up()
+
+    def missed(self) -> None:
+        """A part of the answer came without."""
+        self._unread += 1
 
     def _sum_up(self) -> None:
         chunk = self._chunk
@@ -189,10 +209,16 @@ class Certainties:
         self._worst = max(self._worst, found.entropy_worst_millinats)
         self._close += -(-found.close_permille * count // 1000)  # up: exact below 1000 tokens
 
-    def features(self) -> Certainty:
-        """Entropies and the share of close calls; each -1: there were no logprobs."""
+    def features(self, tokens: int = 0) -> Certainty:
+        """Entropies and the share of close calls; each -1: there were no logprobs, or more than a
+        tenth of the tokens (and more than one: the end has none at some servers) had none.
+
+        Args:
+            tokens: of the whole answer, as the server counts them; 0: not known.
+        """
         self._sum_up()
-        if not self._count:
+        whole = max(tokens, self._count + (0 if tokens else self._unread))
+        if not self._count or whole - self._count > max(1, whole // 10):
             return Certainty(-1, -1, -1)
         mean = (self._sum + self._count // 2) // self._count
         return Certainty(mean, self._worst, 1000 * self._close // self._count)
@@ -201,11 +227,14 @@ class Certainties:
 def _tokens(logprobs: Any) -> Iterator[tuple[str, Iterable[Any]]]:
     """Each token's string and its candidates' logprobs, of a chat or of a completion; what has
     another form is passed over."""
+    if isinstance(logprobs, msgspec.Raw):
+        logprobs = _apart(logprobs)
     if not isinstance(logprobs, dict):
         return
-    content = logprobs.get("content")
-    if isinstance(content, list):
-        for token in content:
+    content = _items(logprobs.get("content"))
+    if content is not None:
+        for each in content:
+            token = _read(each)
             listed = token.get("top_logprobs") if isinstance(token, dict) else None
             if isinstance(listed, list):
                 yield (
@@ -213,16 +242,48 @@ def _tokens(logprobs: Any) -> Iterator[tuple[str, Iterable[Any]]]:
                     [each.get("logprob") for each in listed if isinstance(each, dict)],
                 )
         return
-    top, strings = logprobs.get("top_logprobs"), logprobs.get("tokens")
-    if isinstance(top, list):
-        strings = strings if isinstance(strings, list) else []
-        for at, each in enumerate(top):
-            if isinstance(each, dict):
-                yield str(strings[at]) if at < len(strings) else "", each.values()
+    strings = _read(logprobs.get("tokens"))
+    strings = strings if isinstance(strings, list) else []
+    for at, each in enumerate(_items(logprobs.get("top_logprobs")) or ()):
+        token = _read(each)
+        if isinstance(token, dict):
+            yield str(strings[at]) if at < len(strings) else "", token.values()
+
+
+def _apart(raw: msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """A choice's logprobs with their parts unread; empty: they have no parts."""
+    try:
+        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | None) or {}
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+
+
+def _items(part: Any) -> list[Any] | None:
+    """A list's items unread, so that they can be read a few at a time; None: it is no list."""
+    if not isinstance(part, msgspec.Raw):
+        return part if isinstance(part, list) else None
+    try:
+        return msgspec.json.decode(part, type=list[msgspec.Raw] | None)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _read(part: Any) -> Any:
+    """What is still unread; None: it cannot be."""
+    if not isinstance(part, msgspec.Raw):
+        return part
+    try:
+        return msgspec.json.decode(part)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _sane(values: Iterable[Any]) -> list[float]:
-    return [at for at in values if isinstance(at, (int, float)) and -NEVER < at < NEVER]
+    """A token's logprobs; empty: they are none (a server may write logits there)."""
+    listed = [at for at in values if isinstance(at, (int, float)) and -NEVER < at < NEVER]
+    if not listed or not LIKELIEST_LEAST < max(listed) < ROUNDING:
+        return []
+    return listed if sum([exp(at) for at in listed]) < 1.0 + ROUNDING else []
 
 
 class Text:
@@ -246,17 +307,34 @@ class Text:
         return "".join(self._parts)
 
 
-def said(answer: Whole) -> Said:
-    """The first choice, to be compared with another run's."""
-    choice = answer.choices[0] if answer.choices else _Choice()
+async def measured(answer: Whole, candidates: int) -> tuple[Certainties, Said]:
+    """How sure all choices are, and the first one, to be compared with another run's. A long answer
+    is read in slices: nobody else waits for more than one of them."""
+    certainties = Certainties(candidates)
     tokens: list[str] = []
     gaps: list[int] = []
-    for token, values in _tokens(choice.logprobs):
-        tokens.append(token)
-        likely = sorted(_sane(values), reverse=True)[:2]
-        known = len(likely) == 2
-        gaps.append(round(1000 * (_share(likely[0]) - _share(likely[1]))) if known else -1)
-    return Said(_spoken(choice), tuple(tokens), tuple(gaps), choice.finish_reason == "length")
+    count = 0
+    for index, choice in enumerate(answer.choices):
+        apart = _apart(choice.logprobs)
+        if memoryview(choice.logprobs).nbytes > LONG_BYTES:
+            await asyncio.sleep(0)
+        for token, values in _tokens(apart):
+            listed = _sane(values)
+            certainties.token(listed)
+            if index == 0:
+                tokens.append(token)
+                gaps.append(_gap_permille(listed))
+            count += 1
+            if count % SLICE == 0:
+                await asyncio.sleep(0)
+    first = answer.choices[0] if answer.choices else _Choice()
+    cut = first.finish_reason == "length"
+    return certainties, Said(_spoken(first), tuple(tokens), tuple(gaps), cut)
+
+
+def _gap_permille(listed: list[float]) -> int:
+    likely = sorted(listed, reverse=True)[:2]
+    return round(1000 * (_share(likely[0]) - _share(likely[1]))) if len(likely) == 2 else -1
 
 
 def _share(logprob: float) -> float:

@@ -44,7 +44,7 @@ def _own(document: dict[str, Any], chat: bool) -> int | None:
         most = document.get("top_logprobs") or 0
         if type(most) is not int or most < 0 or (most and given is not True):
             return None
-        return most if given is True else NOTHING if given in (None, False) else None
+        return most if given is True else NOTHING if given is None or given is False else None
     if given is None:
         return NOTHING
     return given if type(given) is int and given >= 0 else None
@@ -62,9 +62,10 @@ def body(
     added: dict[str, Any] = {}
     if asked.stream and features.usage and not asked.wants_usage:
         options = document.get("stream_options")
-        added["stream_options"] = {
-            **(options if isinstance(options, dict) else {}), "include_usage": True,
-        }  # fmt: skip
+        options = options if isinstance(options, dict) else {}
+        added["stream_options"] = {**options, "include_usage": True}
+        if options.get("continuous_usage_stats"):  # without the other it says nothing
+            added["stream_options"]["continuous_usage_stats"] = False
     added.update(wanted.added)
     if decision is not None:
         if decision.priority or "priority" in document:  # it is not the caller's to choose

@@ -64,7 +64,8 @@ class Choice(msgspec.Struct):
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
-    logprobs: Any = None
+    logprobs: msgspec.Raw = msgspec.Raw(b"null")
+    """Read by those who want a score."""
 
 
 class Event(msgspec.Struct):
@@ -157,17 +158,18 @@ def read(event: bytes) -> tuple[int, Event | None]:
     for choice in chunk.choices:
         if choice.finish_reason:
             return FINISH, chunk
-        if _has_text(choice):
+        if has_text(choice):
             kind = TEXT
     return kind, chunk
 
 
 def says_something(chunk: Event) -> bool:
     """Whether any of its choices holds a part of the answer."""
-    return any(map(_has_text, chunk.choices))
+    return any(map(has_text, chunk.choices))
 
 
-def _has_text(choice: Choice) -> bool:
+def has_text(choice: Choice) -> bool:
+    """Whether it holds a part of the answer."""
     delta = choice.delta
     if delta is None:
         return bool(choice.text)

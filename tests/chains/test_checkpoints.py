@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from controller.sharing.store import check_redis
 from controller.store import checkpoints as module
 from controller.store.checkpoints import (
     Checkpoints,
@@ -23,6 +24,7 @@ from controller.store.checkpoints import (
     SqliteCheckpoints,
     open_checkpoints,
 )
+from policy.files import FileError
 from tests.redis_server import RedisServer, redis_server
 
 if TYPE_CHECKING:
@@ -343,6 +345,28 @@ def test_errors_tell_no_password() -> None:
     assert "secret" not in str(caught.value)
     with pytest.raises(CheckpointsError, match="give redis://host"):
         RedisCheckpoints("redis://127.0.0.1:port/0")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:1/0?password=secret",
+        "redis://127.0.0.1:1/0?username=ann&password=sec@ret",
+        "redis://:sec/ret@127.0.0.1:1/0",
+        "redis://ann:sec#ret@127.0.0.1:1/0",
+        "redis://ann:sec?ret@127.0.0.1:1/0",
+        "redis://ann:sec/ret@ret@127.0.0.1:port/0",
+    ],
+)
+def test_a_password_is_told_wherever_it_stands_nowhere(url: str) -> None:
+    with pytest.raises(CheckpointsError) as caught, closing(RedisCheckpoints(url)) as store:
+        store.load("cp-0", "ann")
+    with pytest.raises(FileError) as refused:
+        check_redis(f"{url}{'&' if '=' in url else '?'}db=x", "here")
+    for error in (caught.value, refused.value):
+        assert "sec" not in str(error)
+        assert "ret" not in str(error)
+        assert error.__cause__ is None or "sec" not in str(error.__cause__)
 
 
 def test_a_checkpoint_of_another_version_is_said(server: RedisServer) -> None:

@@ -314,6 +314,37 @@ def test_a_store_that_fails_is_said_and_the_step_is_not_finished(tmp_path: Path)
         assert store.chain("app/", "c"), "a store that was given is its giver's to close"
 
 
+def test_a_store_that_is_held_up_does_not_hold_up_the_chain(path: Path, play: Any) -> None:
+    """What it did not commit in time is not finished."""
+    with (
+        Chain(SHORT, store=path) as chain,
+        closing(sqlite3.connect(path, check_same_thread=False)) as other,
+    ):
+        began_s = time.monotonic()
+        run = play(chain, "c", ("a", int), ("b", lambda: bool(other.execute("BEGIN IMMEDIATE"))))
+        took_s = time.monotonic() - began_s
+        other.rollback()
+    assert took_s < 1.4, "10 s are waited for a file that is locked"
+    result = run.result()
+    assert result.partial
+    assert result.values == {"a": 0}
+    assert "checkpoint was not committed" in result.missing["b"]
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(path: Path, play: Any) -> None:
+    class Stuck(SqliteCheckpoints):
+        def chain(self, owner: str, chain: str) -> Any:
+            time.sleep(2)
+            return super().chain(owner, chain)
+
+    began_s = time.monotonic()
+    with closing(Stuck(path)) as store, Chain(SHORT, store=store) as chain:
+        with pytest.raises(CheckpointsError, match="did not answer within the 1000 ms"):
+            play(chain, "c", ("a", int))
+        assert time.monotonic() - began_s < 1.6
+        time.sleep(1.5)
+
+
 def test_too_many_late_functions_are_not_joined_by_more(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +421,42 @@ def test_own_steps_are_told_to_the_gateway(path: Path, play: Any) -> None:
     assert first["began_ago_ms"] >= first["took_ms"] >= 50
     assert (second["step"], second["outcome"]) == ("b", "failed")
     assert (third["step"], third["outcome"]) == ("c", "late")
+
+
+@pytest.mark.parametrize("manner", ["sync", "async"])
+def test_an_answer_that_breaks_off_is_asked_for_again(manner: str, path: Path) -> None:
+    """As of a gateway that is killed while it writes it."""
+    asked: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(1)
+            self.rfile.read(int(self.headers["content-length"]))
+            body = b'{"choices": []}'
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body if len(asked) > 1 else body[:5])
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    async def on_a_loop(chain: Chain) -> Any:
+        async with chain.arun("c") as run:
+            return await run.call("a", {})
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with Chain(PLAN, store=path, gateway=url) as chain:
+            if manner == "sync":
+                with chain.run("c") as run:
+                    value = run.call("a", {})
+            else:
+                value = asyncio.run(on_a_loop(chain))
+        server.shutdown()
+    assert value == {"choices": []}
+    assert len(asked) == 2
 
 
 def test_nothing_is_needed_that_is_an_extra() -> None:

@@ -109,6 +109,26 @@ def test_a_chain_goes_on_at_another_controller(
         assert twin.state()["requests"] == sent + 2
 
 
+def test_a_chain_that_the_policy_has_forgotten_is_still_in_the_store(
+    controllers: Controllers, twin: Twin, tmp_path: Path
+) -> None:
+    """Its name begins no other chain, whose steps would be answered from this one's checkpoints."""
+    path = tmp_path / "brief.yaml"
+    path.write_text(POLICY.replace("60000}", "1000}, keep_ms: 200"))
+    one = controllers([twin.url], policy=str(path))
+    plan, act = step(one, "plan"), step(one, "act")
+    time.sleep(1.5)
+    sent = twin.state()["requests"]
+    late = step(one, "sum")["twinkeel"]
+    assert late["degraded"] == "chain_budget"
+    assert late["checkpoint_id"] == act["twinkeel"]["checkpoint_id"]
+    time.sleep(0.5)
+    # Resumed where its last step was, nothing is run again.
+    assert step(one, "act", resume=act["twinkeel"]["checkpoint_id"])["choices"] == act["choices"]
+    assert step(one, "plan")["choices"] == plan["choices"]
+    assert twin.state()["requests"] == sent
+
+
 def test_steps_after_the_checkpoint_that_is_resumed_run_again(
     controllers: Controllers, twin: Twin, tmp_path: Path
 ) -> None:

@@ -275,6 +275,26 @@ def test_a_look_up_that_fails_or_hangs_leaves_the_next_of_the_actions() -> None:
     run(test, answering(), policy=cut_off("cached", "template"))
 
 
+def test_a_kept_answer_is_found_though_the_first_token_came_too_late() -> None:
+    """The caller's own deadline is that of the first token: others count afterwards."""
+
+    async def hang(question: Question, line: Line) -> None:
+        await asyncio.sleep(3)
+
+    async def test(running: Core) -> None:
+        document = says("How do I enable 2FA?")
+        asked = read("chat", {}, json.dumps(document).encode(), b"")
+        spec = running.driver.replicas[0].spec
+        assert spec is not None
+        running.answers.keep(asked, json.dumps(whole("enable it so")).encode(), 900, spec.version)
+        head = {"x-twinkeel-deadline-ms": "300"}
+        got = await post(running.url, document, headers=head)
+        assert got.headers["x-twinkeel-degraded"] == "cached", got.headers
+
+    policy = cut_off("cached", "template") | {"classes": {"p1_answer_ms": 1_500}}
+    run(test, Server(hang), policy=policy)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(

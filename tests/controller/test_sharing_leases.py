@@ -12,7 +12,7 @@ import pytest
 from controller.cli import make_settings
 from controller.sharing import store as storing
 from controller.sharing.leases import Sharing
-from controller.sharing.store import CALM, Store, shown
+from controller.sharing.store import ALIVE, CALM, Store, shown
 from policy.decisions import Lease, Release
 from policy.events import QuotaLeased, ReplicaShare, ReplicaUp, SessionOwned, StoreChanged
 from policy.files import FileError
@@ -120,6 +120,40 @@ def test_questions_are_answered_and_their_time_is_taken_off(server: RedisServer)
     play(server.url, 2, story)
 
 
+def test_one_that_stood_still_takes_no_share_that_has_run_out(server: RedisServer) -> None:
+    async def story(one: Policy) -> None:
+        one.sharing.run(Lease("user", "u", 10, 4))
+        one.sharing.run(Lease("session", "s"))
+        for _ in range(3):  # it is asked, and the answer comes while nobody looks
+            await asyncio.sleep(0)
+        time.sleep(1.7)  # noqa: ASYNC251
+        assert (await one.wait(QuotaLeased)).for_ns == 0
+        assert (await one.wait(SessionOwned)).for_ns == 0
+
+    play(server.url, 1, story)
+
+
+def test_a_lease_ends_at_the_same_time_however_long_it_takes_to_tell_of_it(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_ns = []
+
+    async def story(one: Policy) -> None:
+        def slow(event: Any) -> None:
+            one.events.append(event)
+            if type(event) is SessionOwned:
+                ends_ns.append(one.now_ns() + event.for_ns)
+                time.sleep(0.05)
+
+        monkeypatch.setattr(one, "feed", slow)
+        for name in "abcd":
+            one.sharing.run(Lease("session", name))
+        await one.wait(SessionOwned, 4)
+        assert max(ends_ns) - min(ends_ns) < 40_000_000
+
+    play(server.url, 1, story)
+
+
 def test_many_sessions_are_taken_and_left_in_parts(server: RedisServer) -> None:
     async def story(one: Policy, two: Policy) -> None:
         names = [f"s{number}" for number in range(1_300)]
@@ -211,6 +245,28 @@ def test_at_the_end_all_is_given_back(server: RedisServer) -> None:
         one.sharing.run(Lease("session", "s"))  # nothing is asked any more
 
     play(server.url, 2, story)
+
+
+def test_at_the_end_what_is_under_way_is_waited_for(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        from redis.asyncio import Redis
+
+        async with Redis.from_url(server.url) as plain:
+            for turns in range(10):
+                one = Policy()
+                one.sharing = Sharing(one, Store(server.url))  # type: ignore[arg-type]
+                await one.sharing.begin()
+                for number in range(200):
+                    one.sharing.run(Lease("user", f"u{number}", 10))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await one.sharing.close()
+                assert await plain.zcard(ALIVE) == 0, "it counts no more"
+
+    asyncio.run(story())
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("how", ["paused", "killed"])

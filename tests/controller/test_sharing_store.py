@@ -319,6 +319,50 @@ def test_no_name_is_in_the_store(server: RedisServer) -> None:
 # ---- who is there, and the calm ----
 
 
+HOUR_MS = 3_600_000
+
+
+async def put_back(plain: Any) -> None:
+    """What the server holds, as if its clock had been put back by an hour."""
+    for key in await plain.keys():
+        left_ms = await plain.pttl(key)
+        if await plain.type(key) == b"zset":
+            for member, score in await plain.zrange(key, 0, -1, withscores=True):
+                await plain.zadd(key, {member: score + HOUR_MS})
+        elif b":user:" in key:
+            for member, share in (await plain.hgetall(key)).items():
+                numbers = [int(each) for each in share.split()]
+                for at in (0, 3, 6):
+                    numbers[at] += HOUR_MS
+                await plain.hset(key, member, " ".join(map(str, numbers)))
+        await plain.pexpire(key, left_ms + HOUR_MS)
+
+
+def test_a_clock_that_was_put_back_keeps_nothing_for_those_who_are_gone(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "GONE_MS", 400)
+    monkeypatch.setattr(storing, "CALM_MS", 300)
+
+    async def story(plain: Any, one: Store, two: Store, three: Store) -> None:
+        for store, name in ((one, "s"), (two, "t"), (three, "gone")):
+            assert await take(store, name) == ()
+        assert [await quota(each, limit=6, controllers=3) for each in (one, two, three)] == [2] * 3
+        await put_back(plain)
+        assert (await one.exchange([], 3)).controllers == 3
+        assert await take(two, "s") is None, "its holder may claim it"
+        assert await take(one, "s", held=True) == ()
+        assert await quota(one, 2, limit=6) == 2
+        assert await quota(two, 2, limit=6) == 2, "in the calm nothing grows"
+        await asyncio.sleep(0.45)  # the third was killed
+        assert (await two.exchange([], 2)).controllers <= 2
+        assert (await one.exchange([], 2)).controllers == 2
+        assert await take(one, "gone") == ()
+        assert [await quota(each, 2, limit=6) for each in (one, two)] == [3, 3]
+
+    play(server, 3, story)
+
+
 def test_whoever_is_not_heard_is_gone(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "GONE_MS", 200)
 

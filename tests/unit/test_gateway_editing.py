@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -57,6 +58,10 @@ def test_empty_objects_get_no_comma() -> None:
 # ---- logprobs ----
 
 
+def whole_with_logprobs(body: bytes, shown: int) -> bytes:
+    return asyncio.run(editing.whole_with_logprobs(body, shown))
+
+
 def chunk(*logprobs: Any) -> dict[str, Any]:
     choices = [{"index": at, "logprobs": each} for at, each in enumerate(logprobs)]
     return {"id": "\N{EURO SIGN}", "choices": choices, "x": {"logprobs": 7}}
@@ -67,7 +72,7 @@ def test_logprobs_are_taken_out_and_nothing_else(logprobs: list[Any]) -> None:
     document = chunk(*logprobs)
     expected = chunk(*(None for _ in logprobs))
     body = json.dumps(document).encode()
-    assert json.loads(editing.whole_with_logprobs(body, NOTHING)) == expected
+    assert json.loads(whole_with_logprobs(body, NOTHING)) == expected
     event = b"data: " + body + b"\n\n"
     edited = editing.event_with_member(editing.event_with_logprobs(event, NOTHING), "t", 1)
     assert json.loads(edited[6:]) == {**expected, "t": 1}
@@ -77,7 +82,7 @@ def test_logprobs_are_taken_out_and_nothing_else(logprobs: list[Any]) -> None:
 
 def test_what_has_no_logprobs_keeps_its_bytes() -> None:
     for body in (b'{ "choices" : [ {"logprobs": null } ] }', b'{"choices": []}', b'{"a": 1 }'):
-        assert editing.whole_with_logprobs(body, NOTHING) == body
+        assert whole_with_logprobs(body, NOTHING) == body
         event = b"data: " + body + b"\n\n"
         assert editing.event_with_logprobs(event, NOTHING) == event
     for event in (b"data: [DONE]\n\n", b": ping\n\n"):
@@ -106,7 +111,7 @@ def test_a_caller_gets_as_many_candidates_as_it_asked_for(asked: int) -> None:
         (completions(21), completions(max(1, asked))),
     ):
         body = json.dumps(came, separators=(",", ":")).encode()
-        assert json.loads(editing.whole_with_logprobs(body, asked)) == expected
+        assert json.loads(whole_with_logprobs(body, asked)) == expected
         event = b"data: " + body + b"\n\n"
         assert json.loads(editing.event_with_logprobs(event, asked)[6:]) == expected
 
@@ -121,7 +126,7 @@ def test_a_completions_token_is_listed_though_it_is_not_likely(rank: int, asked:
         return dict([likeliest[rank - 1], *likeliest[:count]])
 
     body = json.dumps(chunk({"top_logprobs": [vllm(6)]})).encode()
-    edited = json.loads(editing.whole_with_logprobs(body, asked))
+    edited = json.loads(whole_with_logprobs(body, asked))
     (top,) = edited["choices"][0]["logprobs"]["top_logprobs"]
     assert list(top.items()) == list(vllm(asked).items())
 
@@ -138,7 +143,7 @@ PARTS = st.sampled_from(["content", "top_logprobs", "x"])
 )
 def test_logprobs_of_any_shape_can_be_cut_down(logprobs: Any) -> None:
     body = json.dumps(chunk(logprobs)).encode()
-    assert json.loads(editing.whole_with_logprobs(body, 1))["id"] == "\N{EURO SIGN}"
+    assert json.loads(whole_with_logprobs(body, 1))["id"] == "\N{EURO SIGN}"
 
 
 # ---- a whole answer as a stream, and the reverse ----
@@ -267,3 +272,18 @@ def test_the_end_of_a_stream_without_one(chat: bool) -> None:
     (only,) = chunks(editing.cut_off("tk-1", "m", chat))
     assert only["choices"][0]["finish_reason"] == "length"
     assert only["id"] == "tk-1"
+
+
+def test_only_what_is_cut_down_is_written_anew() -> None:
+    """Numbers, escapes and members that this version does not know keep their bytes."""
+    token = b'{"logprob":-1.50e0,"x":1E2,"top_logprobs":[{"logprob":-0.10},{"logprob":-9.0}]}'
+    body = (
+        b'{"x":[1.50e3,1e999,"\\u00e9"],"choices":[{"y":1.0e1,"logprobs":{"content":[%b]}}]}'
+        % token
+    )
+    cut = token.replace(b',{"logprob":-9.0}', b"")
+    assert whole_with_logprobs(body, 1) == body.replace(token, cut)
+    nothing = body.replace(b'{"content":[%b]}' % token, b"null")
+    assert whole_with_logprobs(body, NOTHING) == nothing
+    event = b"id: 7\ndata: " + body + b"\n\n"
+    assert editing.event_with_logprobs(event, NOTHING) == b"id: 7\ndata: " + nothing + b"\n\n"

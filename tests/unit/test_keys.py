@@ -154,6 +154,25 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
         load_keys(path)
 
 
+def test_no_tenant_is_another_ones_user(tmp_path: Path) -> None:
+    """Users are TENANT/USER: ``eu/bob`` of ``acme`` would be ``bob`` of ``acme/eu``."""
+    path = tmp_path / "keys.yaml"
+    add_entry(path, entry("a", "acme/eu"))
+    add_entry(path, entry("b", "acme/us"))
+    add_entry(path, entry("c", "acme/eu"))
+    add_entry(path, entry("d", "ac"))
+    for tenant in ("acme", "acme/us/west"):
+        text = path.read_text()
+        with pytest.raises(FileError, match="reads as a user of tenant"):
+            add_entry(path, entry("e", tenant))
+        assert path.read_text() == text
+        item = f'- sha256: "{digest_of("e")}"\n  tenant: {tenant}\n'
+        other = tmp_path / "other.yaml"
+        other.write_text(text + item.replace("\n  t", "\n    t").replace("- s", "  - s"))
+        with pytest.raises(FileError, match="reads as a user of tenant"):
+            load_keys(other)
+
+
 def test_a_key_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     item = f'  - {{sha256: "{digest_of("x")}", tenant: a}}\n'

@@ -814,3 +814,26 @@ def test_a_driver_begins_and_ends_it() -> None:
             assert not any(isinstance(event, Failed) for event in running.events(Failed))
 
     asyncio.run(test())
+
+
+def test_a_session_that_waited_under_both_policies_goes_on_in_order_under_one() -> None:
+    """A policy without limits on sessions does not see that one of its requests belongs to one."""
+    stable = parameters("tiered", limits={"session_in_flight_most": 1})
+    candidate = parameters(
+        "tiered",
+        limits={"session_in_flight_most": 0, "session_per_s": 0, "user_in_flight_most": 1},
+    )
+    checked = Checked(stable)
+    checked.bring_up(up(0))
+    checked.feed(CanaryStarted(canonical(stable), canonical(candidate), 500, SALT))
+    theirs, ours = user_of(1, 500), user_of(0, 500)
+    busy = checked.arrive(user=theirs, deadline_ns=60 * S)
+    first = checked.arrive(user=theirs, session="s", deadline_ns=60 * S)
+    goes = checked.arrive(user=ours, session="s", deadline_ns=60 * S)
+    last = checked.arrive(user=ours, session="s", deadline_ns=60 * S)
+    assert set(checked.in_flight) == {busy, goes}
+    checked.feed(CanaryEnded("old"))
+    checked.restore()
+    for request in (busy, goes, first, last):
+        checked.finish(request, after_ns=MS)
+    assert [sent.request for sent in checked.dispatches] == [busy, goes, first, last]

@@ -83,6 +83,17 @@ def test_steps_out_of_plan_weigh_beside_those_still_to_come() -> None:
     assert unplanned.ask("").share_ns == 8 * S
 
 
+def test_a_numbered_repetition_weighs_what_its_step_does() -> None:
+    driver = Driver(step_weight=5)
+    first, again = driver.ask("plan"), driver.ask("plan#2")
+    assert again.share_ns == first.share_ns == 2 * S
+    driver.answer(1)
+    # The client's own tool is next, as after the step itself.
+    assert driver.answer(0)[2] == 8 * S // 3
+    for other in ("plan#", "plan#x", "#2", "none#2", "plan#2#3"):
+        assert driver.ask(other).share_ns == 8 * S * 5 // 8, other
+
+
 def test_lines_have_plans_of_their_own() -> None:
     driver = Driver(lines={"search": {"budget_ms": 100}})
     assert driver.ask("plan", line="search") == Ruling("go", 100 * MS, 100 * MS, "")
@@ -360,6 +371,16 @@ def test_a_chain_found_over_is_late_and_can_be_resumed() -> None:
     driver.answer(0)
     assert driver.ask("act", resume="s1") == Ruling("go", 8 * S, 8 * S, "s1", undone=True)
     assert driver.ask("plan", resume="s1").kind == "done"
+
+
+def test_a_chain_that_is_forgotten_when_its_step_arrives_is_found_before() -> None:
+    """Else the step would begin another chain, though its store was just asked."""
+    driver = Driver()
+    driver.ask("plan")
+    driver.answer(0)
+    driver.now_ns = 68 * S
+    found(driver, ("plan", "k0"), left_ns=0)
+    assert driver.ask("act").kind == "late"
 
 
 def test_a_known_chain_gets_the_steps_that_only_the_store_has() -> None:

@@ -157,6 +157,22 @@ def test_the_lighter_model_has_no_time_of_its_own() -> None:
     assert (settled.why, settled.confidence_permille >= 0) == ("template", True)
 
 
+def test_the_first_try_says_nothing_of_a_second_one_on_the_same_replica() -> None:
+    """When the prefill of the first would have been over, that of the second may not be."""
+    checked = Checked(
+        parameters("tiered", health=OFF, limits=OFF, tiers={"fallback_model": "light"})
+    )
+    checked.bring_up(up(0))
+    checked.arrive(tokens=100, stream=False)
+    request = checked.arrive(tokens=2000, stream=False)
+    checked.now_ns += MS
+    answer(checked, request, **LOST)
+    checked.restore()
+    checked.feed(LookedUp(request, False), 10 * MS)
+    assert checked.dispatches[-1].model == "light"
+    assert checked.policy.snapshot() == checked.double.snapshot()
+
+
 def test_where_nothing_can_be_given_it_has_timed_out() -> None:
     checked = service(breakers={"actions": []}, confidence={"actions": []})
     request = checked.arrive(sla="P0", stream=False)

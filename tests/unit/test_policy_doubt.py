@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from policy.decisions import Alert, BreakerMoved, Dispatch, Rotated, Settled, Verify
-from policy.events import Finished, ReplicaDown, Ticked, Verified
+from policy.events import (
+    CanaryEnded,
+    CanaryStarted,
+    Finished,
+    PolicySwitched,
+    ReplicaDown,
+    Ticked,
+    Verified,
+)
 from policy.files import parse_policy
+from policy.parameters import canonical
 from tests.policy_support import Checked, S, arrived, parameters, up
 
 if TYPE_CHECKING:
@@ -264,6 +273,21 @@ def test_a_process_that_starts_anew_is_not_doubted_for_what_was_before() -> None
     fleet.take(fleet.checked.feed(up(1)))
     assert fleet.rotated(1) == ["ejected", "in"]
     assert [d.why for _, d in fleet.moved if isinstance(d, BreakerMoved)] == ["share", "renewed"]
+
+
+@pytest.mark.parametrize("canary", [False, True])
+def test_a_policy_that_does_not_doubt_it_says_that_it_is_back(canary: bool) -> None:
+    fleet = made(3, {1: 0.9})
+    fleet.run(25)
+    assert fleet.rotated(1) == ["ejected"]
+    old = fleet.checked.params
+    new = parameters("tiered", confidence=TEMPLATE, breakers={"enabled": False})
+    if canary:
+        fleet.take(fleet.checked.feed(CanaryStarted(canonical(old), canonical(new), 500, 1)))
+        fleet.take(fleet.checked.feed(CanaryEnded("new")))
+    else:
+        fleet.take(fleet.checked.feed(PolicySwitched(canonical(old), canonical(new))))
+    assert fleet.rotated(1) == ["ejected", "in"]
 
 
 @pytest.mark.parametrize("seed", range(4))

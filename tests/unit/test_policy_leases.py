@@ -289,6 +289,29 @@ def test_lost_a_session_elsewhere_is_waited_for_one_second() -> None:
     assert set(shared.outcomes) == {short, request, later}
 
 
+def test_lost_what_waits_for_sessions_elsewhere_is_told_in_order_of_arrival() -> None:
+    shared = Shared(limits={"user_per_s": 0})
+    for session in ("s", "s", "t"):  # the first goes on, the second waits for it
+        shared.arrive(session=session, deadline_ns=60 * S)
+        if session == "s":
+            shared.feed(SessionOwned("s", LEASE_NS))
+    shared.feed(SessionOwned("s", 0))
+    shared.restore()
+    shared.feed(StoreChanged("lost", 2))
+    shared.until(1100 * MS)
+    assert [each.request for each in shared.settled] == [1, 2]
+
+
+def test_who_waits_is_remembered_in_the_same_order_after_a_restore() -> None:
+    shared = Shared(state="", limits={"user_per_s": 0, "user_in_flight_most": 1})
+    for user in ("fay", "eve", "dan", "cy", "bob", "ann"):
+        shared.arrive(user=user, deadline_ns=60 * S)
+        shared.arrive(user=user, deadline_ns=60 * S)
+    shared.restore()
+    shared.feed(StoreChanged("shared", 2))
+    assert shared.policy.snapshot() == shared.double.snapshot()
+
+
 def test_a_store_that_comes_back_is_told_first_what_is_held() -> None:
     shared = Shared(limits={"user_per_s": 0})
     mine = shared.arrive(session="mine")
@@ -403,6 +426,21 @@ def test_a_switch_keeps_what_is_held() -> None:
     again = shared.arrive(user="ann")
     assert again in shared.sent()  # 5 of 5 are held: 4 of 4
     assert shared.told() == [("user", "ann", 4, 0, 2)]
+
+
+def test_a_share_of_the_old_limit_is_no_larger_while_the_new_one_is_asked_for() -> None:
+    old = {"user_per_s": 0, "user_in_flight_most": 10}
+    shared = Shared(limits=old)
+    shared.arrive(user="ann", deadline_ns=60 * S)
+    shared.feed(QuotaLeased("user", "ann", -1, 5, LEASE_NS))
+    new = parameters("tiered", health={"enabled": False}, limits={**old, "user_in_flight_most": 4})
+    shared.feed(PolicySwitched(canonical(shared.params), canonical(new)))
+    for _ in range(4):
+        shared.arrive(user="ann", deadline_ns=60 * S)
+    assert shared.told()[-1] == ("user", "ann", 0, 4, 2)
+    assert len(shared.sent()) == 2  # half of four, as it was half of ten
+    shared.feed(StoreChanged("lost", 2))
+    assert len(shared.sent()) == 2
 
 
 def canary(shared: Shared, **limits: Any) -> None:

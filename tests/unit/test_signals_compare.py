@@ -139,3 +139,36 @@ def test_sampled_runs_are_compared_by_their_words() -> None:
         gap_min_permille=30,
         same_tokens_permille=900,
     )
+
+
+def test_tokens_that_are_parts_of_a_sign_all_read_alike() -> None:
+    ours = said("\ufffd", "\ufffd")._replace(text="\u9f98\u9f98 may be refunded")
+    theirs = ours._replace(text="\u9f97\u9f97 may not be refunded")
+    assert not same(ours, theirs, greedy=True)  # by their words
+    assert same(ours, ours._replace(text="It may be refunded"), greedy=True)
+    near = said("A", "\ufffd", gaps=(28, 900))
+    assert same(near, said("B", "\ufffd", gaps=(28, 900)), greedy=True)  # before any
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("It costs \u20ac5 a month", "It costs $5 a month"),
+        ("if a < b: return 1", "if a > b: return 1"),
+        ("while x == 3: wait()", "while x != 3: wait()"),
+        ("def f(x):\n    return x + 1", "def f(x):\n    return x - 1"),
+    ],
+)
+def test_a_sign_may_turn_the_meaning(first: str, second: str) -> None:
+    assert not same(first, second)
+    assert same(first, f"{second} {first}")  # it has both: its words decide
+
+
+def test_greedy_json_may_part_at_a_near_tie_as_text_may() -> None:
+    ours = said('{"a":', "1", "}", gaps=(900, 28, 900))
+    theirs = said('{"a":', "2", "}", gaps=(900, 30, 900))
+    assert same(ours, theirs, greedy=True)
+    assert not same(ours, theirs)
+    assert not same(ours, said('{"a":', "2", "}"), greedy=True)
+    unknown = theirs._replace(gaps_permille=())
+    assert not same(ours._replace(gaps_permille=()), unknown, greedy=True)

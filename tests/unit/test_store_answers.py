@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import sqlite3
 import stat
 from typing import TYPE_CHECKING, Any
@@ -293,6 +294,25 @@ def test_a_file_that_cannot_be_had_is_told_and_nothing_else(tmp_path: Path) -> N
             assert await body_of(store, "a") is None
             assert store.left_out == 0 or store.left_out == 1
         assert troubles
+
+    run(test)
+
+
+def test_a_full_disk_keeps_nothing_and_what_was_kept_is_found(tmp_path: Path) -> None:
+    async def test() -> None:
+        troubles: list[str] = []
+        with opened(tmp_path, on_trouble=troubles.append) as store:
+            store.keep(new("a"))
+            assert await body_of(store, "a") == b"answer"
+            assert store._connection is not None
+            store._connection.execute("PRAGMA max_page_count = 1")  # as it is, it grows no more
+            store.keep(new("b", secrets.token_bytes(100_000)))
+            assert await body_of(store, "a") == b"answer"
+            assert troubles == [
+                f"{store.path}: database or disk is full: no answer is kept meanwhile"
+            ]
+            assert await body_of(store, "b") is None
+            assert (store.rows, store.left_out) == (1, 1)
 
     run(test)
 

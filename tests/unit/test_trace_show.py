@@ -49,6 +49,14 @@ def shown(chain: ChainView = CHAIN, samples: dict[str, Sample] | None = None) ->
     return [line.plain for line in waterfall(chain, WIDTH, samples)]
 
 
+def test_what_callers_call_things_does_not_steer_the_terminal() -> None:
+    evil = "a\x1b[2J\x9b31m\u202ez\nforged"
+    step = view(evil, 0, 1, attributes={"note": evil}, checkpoint=evil)
+    chain = msgspec.structs.replace(CHAIN, chain=evil, user=evil, line=evil, steps=(step,))
+    for line in shown(chain):
+        assert all(char.isprintable() for char in line), line
+
+
 def test_the_parts_of_each_step_stand_where_they_were() -> None:
     lines = shown()
     assert all(len(line) <= WIDTH for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -14,9 +15,9 @@ from controller.upstream.judge import (
     Certainties,
     Text,
     engine_times,
+    measured,
     of_error,
     of_status,
-    said,
     text_of,
     whole,
 )
@@ -217,7 +218,7 @@ def test_only_the_first_choice_is_compared() -> None:
     assert text_of(answer) == ""
 
 
-LIKELY = st.lists(st.floats(-12.0, -0.01), min_size=2, max_size=4)
+LIKELY = st.lists(st.floats(-12.0, -1.4), min_size=2, max_size=4)
 
 
 @given(st.lists(LIKELY, min_size=1, max_size=3), st.integers(1, 300))
@@ -237,7 +238,7 @@ def test_long_answers_are_summed_up_as_they_come(kinds: list[list[float]], times
 def read_said(document: dict[str, Any]) -> Said:
     _, answer = whole(json.dumps(document).encode(), "chat")
     assert answer is not None
-    return said(answer)
+    return asyncio.run(measured(answer, 20))[1]
 
 
 def test_what_an_answer_says_is_kept_with_how_sure_it_was() -> None:

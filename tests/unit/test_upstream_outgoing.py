@@ -155,6 +155,7 @@ def test_a_caller_gets_the_logprobs_that_it_asked_for(
     ("endpoint", "document"),
     [
         (CHAT, {"logprobs": "yes"}),
+        (CHAT, {"logprobs": 0}),  # nor is it false
         (CHAT, {"logprobs": True, "top_logprobs": -1}),
         (CHAT, {"top_logprobs": 3}),  # the server says what is wrong with it
         (CHAT, {"logprobs": True, "logprob_token_ids": [3]}),
@@ -196,3 +197,10 @@ def test_a_second_run_is_plain() -> None:
     assert sent == {"messages": [{"content": "a"}], "seed": 5}
     plain = b'{"messages" : [{"content":"a"}]}'
     assert outgoing.plain_body(ask(plain)) == plain
+
+
+def test_counts_that_its_caller_does_not_get_do_not_come() -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    body = {"messages": [{"content": "a"}], "stream": True, "stream_options": options}
+    sent = json.loads(outgoing.body(ask(json.dumps(body).encode()), Features(), None))
+    assert sent["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
