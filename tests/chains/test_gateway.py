@@ -155,7 +155,7 @@ def test_a_chain_goes_on_after_its_time_with_a_new_budget(
             assert run.call("parse", body("one")) == first
             run.call("answer", body("two"))
             raise AssertionError("its budget is over")
-        assert run.result().missing["answer"].endswith("the chain's time was over")
+        assert "the chain's time was over" in run.result().missing["answer"]
         assert run.result().values == {"parse": first}
         with chain.run(user="u", resume_from_checkpoint=run.checkpoint) as run:
             assert run.chain == "long"
