@@ -199,6 +199,8 @@ class Pool:
         self._last_bucket = [0] * TIERS
 
     def push(self, job: Job) -> None:
+        if job.request in self._gone:  # it waited here before, for another model: that is over
+            self._compact()
         tier = job.tier
         lane = 3 * tier + (2 if job.again else job.long)
         heappush(self._lanes[lane], (job.order_ns, job.request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from policy.decisions import Abort, Dispatch, Settled
@@ -196,6 +197,20 @@ def test_cancelled_jobs_leave_no_trace() -> None:
     assert sum(len(lane) for lane in queue.pool._lanes) < 100  # pyright: ignore[reportPrivateUsage]
     assert queue.serve().request == 0
     assert queue.pool.ahead_ns(FALLBACK, 10**12) == 0
+
+
+def test_a_request_that_waits_here_again_waits_once() -> None:
+    """It was taken off, and comes back for another model that the same replicas serve."""
+    queue = Queue()
+    for order_ns in (1, 2, 3):
+        queue.push(STABLE, order_ns)
+    last = queue.jobs.pop(2)
+    queue.pool.remove(last)
+    queue.jobs[2] = again = msgspec.structs.replace(last, order_ns=4)
+    queue.pool.push(again)
+    assert [queue.serve().request for _ in range(2)] == [0, 1]
+    queue.pool.remove(queue.jobs.pop(2))
+    assert list(queue.pool.turns()) == []
 
 
 def test_the_wait_ahead_counts_what_goes_before() -> None:
