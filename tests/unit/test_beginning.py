@@ -39,7 +39,7 @@ def begun(folder: Path, policy: str = "stable", *, observe: bool = False) -> str
 def put(folder: Path) -> None:
     """As an operator does it over the admin API."""
     with closing(Database(folder / "controller.sqlite")) as database:
-        database.record_policy(MINE, "admin")
+        asyncio.run(database.deploy(MINE, "admin"))
 
 
 def history(folder: Path) -> list[tuple[object, object]]:

@@ -55,7 +55,7 @@ def test_the_last_deployment_is_what_the_next_process_finds(tmp_path: Path) -> N
         asyncio.run(first(database))
     with opened(tmp_path) as database:
         asyncio.run(second(database))
-        database.record_policy(parameters(name="three"), "admin")
+        asyncio.run(database.deploy(parameters(name="three"), "admin"))
         assert [one["name"] for one in database.policies()] == ["three", "two", "one"]
 
 

@@ -17,7 +17,6 @@ from twin.forecasts import (
     dated,
     forecasts,
     past_days,
-    rates_of,
     read_forecasts,
     write_forecasts,
 )
@@ -61,12 +60,6 @@ def test_a_run_must_lie_within_the_day(begin_s: int, end_s: int) -> None:
     today = SHAPE.rates(np.random.default_rng(9))
     with pytest.raises(ValueError, match="must begin at a slot"):
         forecasts(past_days(SHAPE, 2, seed=1), today, begin_s, end_s)
-
-
-def test_rates_are_counted_by_slot() -> None:
-    rates = rates_of(np.asarray([0.0, 299.0, 300.0, 9999.0]), np.asarray([10, 20, 30, 40]), 3)
-    assert (rates.requests_per_s * SLOT_S).round(9).tolist() == [2, 1, 0]
-    assert (rates.tokens_per_s * SLOT_S).round(9).tolist() == [30, 30, 0]
 
 
 def test_a_day_that_differs_is_shifted_and_scaled() -> None:

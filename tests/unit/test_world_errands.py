@@ -61,12 +61,14 @@ def fleet(count: int = 2, **changes: Any) -> list[ReplicaSpec]:
     return [replace(spec, version=f"v{spec.id}") for spec in specs]
 
 
-def scripted(answered: Callable[[Finished], list[Decision]]) -> ScriptedPolicy:
+def scripted(
+    answered: Callable[[Finished], list[Decision]], candidates: int = 0
+) -> ScriptedPolicy:
     """To replica 0 at once; ``answered`` says what to do with an answer."""
 
     def decide(now_ns: int, event: Event) -> list[Decision]:
         if isinstance(event, Arrived):
-            return [Dispatch(event.request, 0, "")]
+            return [Dispatch(event.request, 0, "", candidates=candidates)]
         if isinstance(event, Finished):
             return answered(event)
         if isinstance(event, Failed):
@@ -235,9 +237,14 @@ def test_an_answer_is_run_again_elsewhere_and_compared() -> None:
 
 def test_the_policy_sees_what_an_answer_looks_like_but_not_whether_it_is_right() -> None:
     log = ListLog()
-    play_rows({"arrival_s": [0.0]}, fleet(), scripted(settle), log=log, answers=Answers())
+    script = scripted(settle, candidates=20)
+    play_rows({"arrival_s": [0.0]}, fleet(), script, log=log, answers=Answers())
     ((_, event),) = told(log, Finished)
     assert event == Finished(0, 0, 1, 0, 1, 100, 900, 50, True)
+    log = ListLog()
+    play_rows({"arrival_s": [0.0]}, fleet(), scripted(settle), log=log, answers=Answers())
+    ((_, event),) = told(log, Finished)
+    assert event == Finished(0, 0, 1, 0, 1), "nothing was asked for that it could be seen from"
 
 
 def test_the_second_run_ends_with_its_replica_or_its_request() -> None:
