@@ -37,6 +37,9 @@ RETRY_NS = 100_000_000
 """What another controller has is asked for again after this."""
 IDLE_NS = 1_000_000_000
 """So long a key counts as in use after it was."""
+UNHEARD_NS = 800_000_000
+"""So long it may take until the store's loss is told: what has less left by then is asked for, or
+it would have run out when the policy hears that it is to keep what it holds."""
 FIRST_NS = 1_000_000_000
 """When a store is back, it may know nothing: for so long only holders ask, for what they hold."""
 GRACE_NS = 1_000_000_000
@@ -372,7 +375,7 @@ class Leases:
             if session and held:
                 decisions.append(Release(lent.name))
             return
-        if idle_ns < lent.until_ns - RETRY_NS:  # it is held until it may be given back
+        if idle_ns < lent.until_ns - UNHEARD_NS:  # it is held until it may be given back
             self._look(lent, idle_ns)
             return
         lent.asked_per_s, lent.asked_in_flight = lent.want_per_s, lent.want_in_flight

@@ -111,8 +111,29 @@ def test_it_is_renewed_after_400_ms_while_in_use_and_let_go_a_second_later() -> 
     assert shared.told() == [("user", "ann", 5, 0, 1)]
     shared.give("ann", 3)
     shared.finish(again)
+    shared.until(1400 * MS)
+    assert shared.told() == [("user", "ann", 5, 0, 0)]  # it counts as in use for a second
+    shared.give("ann", 3)
     shared.until(9 * S)
     assert shared.told() == []  # it was not in use before it ran out
+
+
+def test_a_session_in_use_has_time_left_when_the_loss_of_the_store_is_told() -> None:
+    """Its requests come one by one, with pauses between them: it is not idle for that."""
+    shared = Shared(limits={"user_per_s": 0})
+    for number in range(12):
+        request = shared.arrive(session="s", after_ns=number * 300 * MS)
+        shared.own("s")
+        shared.until(number * 300 * MS + 50 * MS)
+        shared.finish(request)
+        for what, name, *_ in shared.told():
+            if what == "session":
+                shared.own(name)
+    at_ns = shared.now_ns  # from here on the store says nothing any more; that is told last of all
+    shared.until(at_ns + 790 * MS)
+    shared.feed(StoreChanged("lost", 2))
+    request = shared.arrive(session="s", after_ns=at_ns + 795 * MS)
+    assert request in shared.sent()
 
 
 def test_without_an_answer_it_is_asked_for_again() -> None:
@@ -228,6 +249,9 @@ def test_a_session_is_given_back_a_second_after_its_last_answer() -> None:
     shared.own("s")
     shared.finish(request)
     at_ns = shared.now_ns
+    shared.until(at_ns + 400 * MS)
+    assert shared.told() == [("session", "s", 0, 0, 0)]  # it may come back within the second
+    shared.own("s")
     shared.until(at_ns + S - 1)
     told = shared.told()
     assert ("release", "s", 0, 0, 0) not in told
@@ -492,7 +516,11 @@ def test_a_canarys_session_is_owned_by_the_controller_not_by_a_policy() -> None:
     for request in list(shared.in_flight):
         shared.finish(request)
     shared.told()
-    shared.until(shared.now_ns + S)
+    at_ns = shared.now_ns
+    shared.until(at_ns + 400 * MS)
+    for name in ("s", "t", "u", "v"):
+        shared.own(name)
+    shared.until(at_ns + S)
     released = [name for what, name, *_ in shared.told() if what == "release"]
     assert sorted(released) == ["s", "t", "u", "v"]
 
