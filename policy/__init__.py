@@ -3,6 +3,33 @@
 Build a policy from its parameters, put a ``Runner`` around it, feed it events and carry out what it
 decides. Nothing here reads a clock, a file or a random source; what does is in ``policy.files``
 (presets, policy files, profiles, the hash of this code), which the rest never imports.
+
+The public API, here:
+
+- ``build_policy``, ``restore``: a policy from ``Parameters``, or from a snapshot of itself;
+- ``Policy``, ``Service``, ``Mechanism``: its contract, the whole of it, and what its parts share;
+- ``Event`` and its kinds (``Arrived`` ... ``Warmed``): what it is told;
+- ``Decision`` and its kinds (``Dispatch`` ... ``Warm``): what it decides; ``Score`` is why;
+- ``Runner``, ``Log``: order, one timer, and where steps are logged: ``FullLog``, ``HashLog``,
+  ``SampleLog``, each segment begun by a ``Header``;
+- ``read_segment``, ``Record``, ``LogError``: a log, read; ``replay``, ``Difference``: its audit;
+- ``Parameters``, ``canonical``, ``from_canonical``, ``render``: the policy file.
+
+The files, from the outside in:
+
+- ``contract``, ``events``, ``decisions``, ``mechanism``: the contract;
+- ``runner``, ``log``, ``audit``: the loop around a policy, its log, and the proof by replay;
+- ``compose``, ``service``, ``fleet``, ``tiered``, ``fifo``: a policy put together; a request's way;
+  the replicas; the tiered queue at work; the baseline;
+- ``facts``, ``announce``, ``leases``: what is true; of a new replica; of what controllers share;
+- mechanisms: ``complexity``, ``tiers``, ``placement``, ``limits``, ``breakers``, ``confidence``,
+  ``chains``, ``health``, ``capacity``, ``rollout``, ``drift``, ``alerts``, ``canary``;
+- ``hosts``, ``prefixes``: replicas as placement sees them, and what their caches hold;
+- ``cost``: the profile's schema and the one step-time formula; ``outcomes``: HTTP codes by cause;
+- ``evidence``, ``deployment``, ``sequential``, ``drills``: judging a policy, and a drill;
+- ``bounded``: a mapping with a bound;
+- ``parameters``: the policy file; ``presets`` and ``profiles``: data that ``files`` reads;
+- ``forecast``, ``signals``: the rooms that may use numpy and torch, or read text.
 """
 
 from policy.audit import Difference, replay
@@ -14,9 +41,11 @@ from policy.decisions import (
     BreakerMoved,
     Decision,
     Dispatch,
+    Lease,
     LookUp,
     ReadProgress,
     Refused,
+    Release,
     Reset,
     Rotated,
     SaveCheckpoint,
@@ -24,6 +53,7 @@ from policy.decisions import (
     Settled,
     Start,
     Stop,
+    Undo,
     Verify,
     Warm,
 )
@@ -32,6 +62,7 @@ from policy.events import (
     CanaryEnded,
     CanaryStarted,
     Cancelled,
+    ChainFound,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -44,12 +75,17 @@ from policy.events import (
     LookedUp,
     PolicySwitched,
     Progress,
+    QuotaLeased,
     ReplicaDown,
+    ReplicaShare,
     ReplicaUp,
     Restored,
     RolloutRequested,
     Scraped,
+    SessionOwned,
     Standby,
+    StepsRead,
+    StoreChanged,
     Ticked,
     Verified,
     Warmed,
@@ -69,6 +105,7 @@ __all__ = [
     "CanaryEnded",
     "CanaryStarted",
     "Cancelled",
+    "ChainFound",
     "CheckpointFailed",
     "CheckpointSaved",
     "Decision",
@@ -84,6 +121,7 @@ __all__ = [
     "GpuRead",
     "HashLog",
     "Header",
+    "Lease",
     "Log",
     "LogError",
     "LookUp",
@@ -93,10 +131,13 @@ __all__ = [
     "Policy",
     "PolicySwitched",
     "Progress",
+    "QuotaLeased",
     "ReadProgress",
     "Record",
     "Refused",
+    "Release",
     "ReplicaDown",
+    "ReplicaShare",
     "ReplicaUp",
     "Reset",
     "Restored",
@@ -109,11 +150,15 @@ __all__ = [
     "Score",
     "Scraped",
     "Service",
+    "SessionOwned",
     "Settled",
     "Standby",
     "Start",
+    "StepsRead",
     "Stop",
+    "StoreChanged",
     "Ticked",
+    "Undo",
     "Verified",
     "Verify",
     "Warm",

@@ -1,7 +1,10 @@
 """The policy file: every parameter with its unit, its range, its default and why.
 
-One module for each mechanism's section; ``render`` writes a policy as YAML with these comments, and
-``policy.files`` reads one.
+- ``whole``: the file, its canonical text and hash; ``section``: what each part is built from;
+- ``queue``: classes, tiers, what is in flight, shedding, retries;
+- ``alerts``, ``breakers``, ``capacity``, ``chains``, ``confidence``, ``drift``, ``health``,
+  ``limits``, ``placement``, ``rollout``: the section of the mechanism of that name;
+- ``render``: a policy as YAML with these comments. ``policy.files`` reads one.
 """
 
 from policy.parameters.queue import Classes, History, Inflight, Line, Tiers

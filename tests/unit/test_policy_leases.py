@@ -118,22 +118,24 @@ def test_it_is_renewed_after_400_ms_while_in_use_and_let_go_a_second_later() -> 
     assert shared.told() == []  # it was not in use before it ran out
 
 
-def test_a_session_in_use_has_time_left_when_the_loss_of_the_store_is_told() -> None:
+@pytest.mark.parametrize("gone_ms", range(1500, 3000, 100))
+def test_a_session_in_use_has_time_left_when_the_loss_of_the_store_is_told(gone_ms: int) -> None:
     """Its requests come one by one, with pauses between them: it is not idle for that."""
     shared = Shared(limits={"user_per_s": 0})
-    for number in range(12):
-        request = shared.arrive(session="s", after_ns=number * 300 * MS)
-        shared.own("s")
-        shared.until(number * 300 * MS + 50 * MS)
+    for at_ms in range(0, gone_ms, 50):
+        shared.until(at_ms * MS)
+        if at_ms % 300 == 0:
+            request = shared.arrive(session="s")
+        if any(what == "session" for what, *_ in shared.told()):
+            shared.own("s")
+        if at_ms % 300 == 50:
+            shared.finish(request)
+    if request in shared.in_flight:
         shared.finish(request)
-        for what, name, *_ in shared.told():
-            if what == "session":
-                shared.own(name)
-    at_ns = shared.now_ns  # from here on the store says nothing any more; that is told last of all
-    shared.until(at_ns + 790 * MS)
+    shared.until(gone_ms * MS + 700 * MS)  # the store says nothing any more
     shared.feed(StoreChanged("lost", 2))
-    request = shared.arrive(session="s", after_ns=at_ns + 795 * MS)
-    assert request in shared.sent()
+    last = shared.arrive(session="s")
+    assert last in shared.sent()
 
 
 def test_without_an_answer_it_is_asked_for_again() -> None:
