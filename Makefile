@@ -10,7 +10,7 @@ export TWINKEEL_DATA ?= $(abspath ../shared)
 endif
 
 .PHONY: demo live-demo ui test test-live test-ui check oracle bench-twin bench-gateway dst scenarios \
-  scenarios-long scorecard soak soak-long drills answers fidelity forecast-bench loop-demo gpu-steps gpu-check tiny-model format clean
+  scenarios-long scorecard soak soak-long drills answers notebooks fidelity forecast-bench loop-demo gpu-steps gpu-check tiny-model format clean
 
 demo: .venv/demo
 	$(BIN)/twinkeel replay shipped:demo --policy fifo --policy stable \
@@ -76,12 +76,12 @@ scenarios-long: .venv/dev
 	$(BIN)/python -m tests.bench.bench_scenarios --long
 
 # About half an hour on two cores: the twin against real vLLM here, and against recorded runs.
-fidelity: .venv/fidelity
+fidelity: .venv/dev
 	$(BIN)/python -m tests.bench.fidelity
 	$(BIN)/python -m tests.bench.fidelity.charts
 
 # How well loads are forecast, and what that is worth in GPU-hours: about twenty minutes.
-forecast-bench: .venv/fidelity
+forecast-bench: .venv/dev
 	$(BIN)/python -m tests.bench.forecast
 
 # Record, recalibrate, tune, validate, deploy, compare, on live traffic; then the figures of each link,
@@ -101,6 +101,11 @@ drills: .venv/dev
 # minutes, the last parts with real vLLM.
 answers: .venv/dev
 	$(BIN)/python -m tests.bench.answers $(PARTS)
+
+# One notebook for each claim, run from scratch with full settings (NAMES are some of them); the
+# tests run them with fast ones.
+notebooks: .venv/dev
+	$(BIN)/python -m tests.notebooks $(NAMES)
 
 # The six dimensions of placement for every card here; without a GPU it says so.
 gpu-check: .venv/live
@@ -127,10 +132,6 @@ clean:
 .venv/ui: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[ui]'
 	touch $@ .venv/demo
-
-.venv/fidelity: .venv/dev
-	$(BIN)/pip install -q -c constraints.txt -e '.[fidelity]'
-	touch $@
 
 .venv/gpu: .venv/dev
 	$(BIN)/pip install -q -c constraints.txt -e '.[gpu]'

@@ -9,6 +9,7 @@ controller's admin API.
 - ``scenario``: what is looked at, shared by all pages, and how it is written in the URL;
 - ``jobs``: long work in processes of its own, and the store that remembers it; ``work``: what these
   processes do, one module a kind;
+- ``admin``: the client of the admin API; ``state``: what a browser's session keeps;
 - ``shelf``: traces and policies that were uploaded; ``words``: all texts, in two languages;
 - ``cli``: the command ``twinkeel ui``.
 """

@@ -98,9 +98,6 @@ NON_NEGATIVE = (
 SLA_CLASSES = ("P0", "P1", "P2")
 """Service classes; another value is kept, but import and description mark it as unknown."""
 
-PROVENANCES = ("real", "derived", "digitised", "generated")
-"""Logged, someone's aggregate of a log, read off a plot, or made by a generator."""
-
 OUTCOMES = ("answered", "degraded", "shed", "failed", "cancelled")
 """How a request ended."""
 

@@ -143,7 +143,7 @@ class _Rule:
 
 
 class DrawnAnswers:
-    """Draws each answer from the scenario's rules: a ``twin.world.AnswerModel``.
+    """Draws each answer from the scenario's rules: a ``twin.answer_model.AnswerModel``.
 
     A draw depends on the request, the replica and the instant only, so a second run of a request
     draws anew, and a run is the same each time.
@@ -169,7 +169,7 @@ class DrawnAnswers:
         shift_permille: int,
         now_ns: int,
     ) -> Features:
-        """See ``twin.world.AnswerModel``; ``shift_permille`` of the answers are of bad weights."""
+        """See ``twin.answer_model.AnswerModel``; ``shift_permille`` are of bad weights."""
         step = getattr(asked, "step", "")
         rule = self._rule(model, version, asked.line[row], step)
         if rule is None:

@@ -8,7 +8,6 @@ in ``profiles/``; their sources are named in each profile. Numbers come out in n
 from __future__ import annotations
 
 import csv
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -252,31 +251,6 @@ def output_head_ns() -> float:
     model, gpu = load_models()["llama-2-7b"], load_gpus()["h100-sxm"]
     head_bytes = 2 * model.vocab * model.hidden
     return head_bytes * 1e9 / (gpu.bandwidth_bytes_per_s * gpu.bandwidth_efficiency)
-
-
-# Median milliseconds of the tiny model on two CPU cores, vLLM 0.32.0, eager, a quiet machine:
-# prefill alone by prompt tokens (4096 runs as two chunks of 2048).
-TINY_PREFILL_MS = {
-    16: 3.1,
-    64: 4.4,
-    128: 5.9,
-    256: 9.1,
-    512: 16.7,
-    1024: 36.0,
-    2048: 94.0,
-    4096: 277.0,
-}
-TINY_CHUNK_TOKENS = 2048
-
-
-def tiny_prefill_errors_percent(fixed_ns: float, token_ns: float, quad_ns: float) -> list[float]:
-    """Relative error of the published rule on each measured prompt length."""
-    errors: list[float] = []
-    for tokens, measured_ms in TINY_PREFILL_MS.items():
-        chunks = math.ceil(tokens / TINY_CHUNK_TOKENS)
-        predicted_ns = chunks * fixed_ns + token_ns * tokens + quad_ns * tokens**2
-        errors.append(abs(predicted_ns / (measured_ms * NS_PER_MS) - 1) * 100)
-    return errors
 
 
 def _errors(

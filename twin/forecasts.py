@@ -130,17 +130,6 @@ def read_forecasts(path: Path) -> list[Dated]:
     return msgspec.json.Decoder(Dated).decode_lines(path.read_bytes())
 
 
-def rates_of(arrival_s: Array, tokens: Array, slots: int, slot_s: int = SLOT_S) -> Rates:
-    """The rates of requests that arrived at these seconds after midnight, over so many slots."""
-    slot = (np.asarray(arrival_s) // slot_s).astype(np.int64)
-    kept = slot < slots
-    return Rates(
-        slot_s,
-        np.bincount(slot[kept], minlength=slots) / slot_s,
-        np.bincount(slot[kept], np.asarray(tokens, float)[kept], slots) / slot_s,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class DayShape:
     """A day's load: a quiet night, a rise in the morning, a plateau, a fall in the evening."""

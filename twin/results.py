@@ -56,7 +56,7 @@ class Observed:
         self.whole = self._whole()
         """Those that got an answer worth the name: a template, or a part of a chain, is none."""
         of = (arrival, dispatched, scheduled, first, last, first_out, answered, turn)
-        self.columns = self._hops(chunk, fleet, settings, *(np.array(value) for value in of))
+        self.columns = self._hops(fleet, settings, *(np.array(value) for value in of))
 
     def _whole(self) -> Array:
         if "degraded" not in self.outcome:
@@ -69,7 +69,7 @@ class Observed:
         return whole
 
     def _hops(
-        self, chunk: Chunk, fleet: list[ReplicaSpec], settings: WorldSettings, arrival: Array,
+        self, fleet: list[ReplicaSpec], settings: WorldSettings, arrival: Array,
         dispatched: Array, scheduled: Array, first: Array, last: Array, first_out: Array,
         answered: Array, turn: Array,
     ) -> dict[str, Array]:  # fmt: skip

@@ -5,7 +5,8 @@
 - `probe`: how fast it is;
 - `caller`: sends them and takes the time;
 - `server`: what the server says of itself; `settings`: from which place which setting comes;
-- `sources`: where its step records are found and followed.
+- `sources`: where its step records are found and followed;
+- `cli`: what the command needs of this half; `errors`: its one error.
 
 The other half, the fit, is in the twin; `twinkeel calibrate` joins both.
 """

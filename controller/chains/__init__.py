@@ -9,6 +9,17 @@
 Each step gets its share of what is left of the chain's budget, is checkpointed when it is finished,
 and is not run again by whoever runs the chain of this name the next time. When nothing is left, the
 rest is ended, and what is there is the result, marked partial.
+
+- ``Chain``: a definition with its gateway and store; ``Run``, ``AsyncRun``: one chain of it, for
+  blocking code and on an event loop; ``ChainResult``: what there is of it in the end;
+- ``Step``: one of the definition; ``Budget``: what one that is a function may take;
+- ``ChainError``: it cannot be run as asked; ``ChainOver``: nothing is left; ``StepFailed``: a model
+  call that came to nothing; ``CheckpointsError``: the store cannot be used;
+- ``controller.chains.langgraph.LangGraphSaver``: a checkpointer for LangGraph, which it needs.
+
+The files: ``core`` (the budget), ``base`` (what both kinds of runs share), ``running`` and
+``async_running``, ``records`` (what a step leaves in the store), ``asking`` (a model call) and
+``wire`` (HTTP to the gateway).
 """
 
 from __future__ import annotations

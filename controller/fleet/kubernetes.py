@@ -413,7 +413,7 @@ class KubernetesFleet:
         Args:
             since_ns: when this warm-up began: a pod that was not ready meanwhile has a later one.
         """
-        loaded = await self._loaded(slot, source)
+        loaded = await self._loaded(slot)
         wrong = bool(source.served.loads) and loaded not in ("", source.served.loads)
         ok = bool(loaded) and not wrong
         ok = ok and (await warm(slot.replica, slot.settings.pooling)).ok
@@ -435,7 +435,7 @@ class KubernetesFleet:
         elif not wrong:
             self._later(AGAIN_S, lambda: self._warm_again(slot, pod))
 
-    async def _loaded(self, slot: Slot, source: Source) -> str:
+    async def _loaded(self, slot: Slot) -> str:
         """What it says it has loaded; empty: it does not answer."""
         try:
             async with asyncio.timeout(AGAIN_S):

@@ -326,11 +326,6 @@ class LocalFleet:
         for seat in self._on(uuid):
             self._do(seat, seat.slot.card_well(self._driver.now_ns()))
 
-    def slot_broken(self, replica: int, why: str) -> None:
-        """As ``card_broken``, for one slot; it need not have a card."""
-        seat = self._seats[replica]
-        self._do(seat, seat.slot.card_broken(self._driver.now_ns(), f"{CARD}{why}"))
-
     def slot_well(self, replica: int) -> bool:
         """As ``card_well``, for one slot; also for one that failed too often. False: it is not
         broken."""

@@ -137,10 +137,6 @@ class Database:
         """The last ones, the youngest first."""
         return await self.run(lambda db: _history(db, most))
 
-    def record_policy(self, parameters: Parameters, source: str) -> None:
-        """As ``deploy``, without waiting for anything but the disk."""
-        self._submit(lambda db: self._deploy(db, parameters, source, "")).result()
-
     def policies(self) -> Sequence[Mapping[str, object]]:
         """As ``history``, as plain values and without waiting for the loop."""
         return [one._asdict() for one in self._submit(lambda db: _history(db, 100)).result()]

@@ -190,7 +190,7 @@ class Client:
         call.finish_reason = read.choices[0].finish_reason or "" if read.choices else ""
         call.engine = judge.engine_times(read.metrics)
         call.network_ns = max(replica.network_ns, replica.handling_ns)
-        return _finished(driver, call, replica, usage, tokens, certainties)
+        return _finished(call, replica, usage, tokens, certainties)
 
     async def second(self, call: Call, replica: Replica) -> Second:
         """Run an answered request again, for the same logprobs.
@@ -440,11 +440,10 @@ class _Stream:
         self._call.finish_reason = self._finish
         if self._wanted.scored:
             self._call.contradiction = await _contradicts(self._call, self._text.so_far())
-        return _finished(self._driver, self._call, self._replica, usage, tokens, self._certainties)
+        return _finished(self._call, self._replica, usage, tokens, self._certainties)
 
 
 def _finished(
-    driver: Driver,
     call: Call,
     replica: Replica,
     usage: sse.Usage,

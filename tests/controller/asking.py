@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import Callable, Mapping
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -155,15 +155,6 @@ async def ask_all(
             if gap_s:
                 await asyncio.sleep(gap_s)
         return list(await asyncio.gather(*tasks))
-
-
-async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The events of a stream, one by one."""
-    rest = b""
-    async for part in response.content.iter_any():
-        *events, rest = (rest + part).split(b"\n\n")
-        for event in events:
-            yield event
 
 
 def chat(

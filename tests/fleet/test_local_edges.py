@@ -618,10 +618,12 @@ def test_what_cannot_be_watched_does_not_run(
 
 
 def test_what_is_ended_twice_before_it_ran_is_started_once(tmp_path: Path) -> None:
+    uuid = "GPU-00000000-0000-0000-0000-000000000001"
+
     async def run() -> None:
-        async with begun(file_of(1), tmp_path / "f") as site:
+        async with begun(file_of([{"gpus": [uuid]}]), tmp_path / "f") as site:
             site.fleet.run(Rotated(0, "isolated", "hung"))
-            site.fleet.slot_broken(0, "a drill")
+            site.fleet.card_broken(uuid, "a drill")
             assert site.fleet.slot_well(0)
             await site.up()
             assert site.slot().starts == 2

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 APP = Path(__file__).parents[2] / "dashboards" / "app.py"
 FAULT = "{kind: slow_card, at_s: 2, on: 0, factor_permille: 3000, for_s: 3}"
 NOT_COMPARED = ("wall_s", "cpu_s", "peak_mib")
-SLOW_FIGURES = ("wall time of the replay", "requests per wall second")
 
 
 def small_trace(path: Path, rows: int = 60) -> Path:

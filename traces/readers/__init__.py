@@ -1,4 +1,12 @@
-"""Readers of public trace formats, of vLLM's spans, and of anyone's CSV or JSON lines."""
+"""Readers of public trace formats, of vLLM's spans, and of anyone's CSV or JSON lines.
+
+``import_trace`` reads a source with ``ReadOptions`` and gives an ``ImportReport``; ``formats``
+lists each ``Format``, ``guess_format`` finds the one of a file.
+
+- ``azure``, ``burstgpt``, ``mooncake``, ``servegen``, ``agents``: public traces;
+- ``otlp``: vLLM's spans; ``native``: the project's own Parquet; ``mapped``: anyone's logs;
+- ``common``: what they share.
+"""
 
 from __future__ import annotations
 

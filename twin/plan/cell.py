@@ -116,8 +116,6 @@ class Seen:
 class Pressure:
     """How full the fleet was."""
 
-    busy_share: float
-    """Of the time in which requests arrived; mean over replicas."""
     kv_share_p95: float
     """Of the fullest replica's cache, over the seconds."""
     batch_most: int
@@ -354,7 +352,6 @@ class _Tally:
         done = max(every.answered + every.degraded, 1)
         span_ns = max(self._last_arrival_ns, 1)
         pressure = Pressure(
-            float(np.mean(np.minimum(world.gpu_busy_share(span_ns), 1.0))),
             float(np.quantile(self._kv or [0.0], 0.95)), self._most["batch"], self._most["kv"],
             float(np.quantile(self._seats or [0.0], 0.95)), self._most["queued"],
             self._most["waiting"], sum(replica.preemptions for replica in world.replicas),

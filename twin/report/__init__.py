@@ -5,6 +5,10 @@
 - `write_json`: every figure (`twin.report.files`).
 
 Each of the first two imports its library only when it is called.
+
+- `figures`, `texts`: what is compared, and how it is written;
+- `charts`, `traffic`, `requests`: charts of runs, of a trace, of single requests;
+- `assets`, `colours`: the page's looks.
 """
 
 from twin.report.figures import ReportError

@@ -1,4 +1,11 @@
-"""Scenario files: traffic, a fleet, faults and policies, and what is claimed to come of them."""
+"""Scenario files: traffic, a fleet, faults and policies, and what is claimed to come of them.
+
+- ``load_scenario``, ``parse_scenario`` give a ``Scenario``; ``scenario_names``, ``scenario_path``:
+  the shipped ones (``files``, and ``spec``: the schema);
+- ``run_scenario`` gives a ``ScenarioResult`` of ``RunResult`` (``play``, ``run``, ``result``);
+- ``rack``: its fleet; ``happenings``, ``drill``: what happens besides requests, and by the seed;
+- ``expect``: its claims, judged; ``table``: on the terminal; ``merge``: a variant on its base.
+"""
 
 from twin.scenario.files import (
     Scenario,

@@ -130,7 +130,7 @@ class Reader:
             if made is Dispatch:
                 self._send(now_ns, decision)  # type: ignore[arg-type]
             elif made is Settled:
-                self._settle(now_ns, decision)  # type: ignore[arg-type]
+                self._settle(decision)  # type: ignore[arg-type]
             elif made is Verify:
                 self._verify(decision)  # type: ignore[arg-type]
             elif made is BreakerMoved:
@@ -235,7 +235,7 @@ class Reader:
             return
         self.story.second_tokens += request.tokens
 
-    def _settle(self, now_ns: int, settled: Settled) -> None:
+    def _settle(self, settled: Settled) -> None:
         request = self._open.pop(settled.request, None)
         if request is None:
             self._break(f"request {settled.request} is settled, and it is not open: {settled}")

@@ -124,7 +124,7 @@ def gates(job: Job) -> None:
         _expected(evidence)
         with st.expander(t("tune.all_figures")):
             _figures(evidence)
-    _send(job, evidence)
+    _send(job)
 
 
 def _old(job: Job) -> None:
@@ -135,7 +135,7 @@ def _old(job: Job) -> None:
         st.rerun()
 
 
-def _send(job: Job, evidence: Evidence) -> None:
+def _send(job: Job) -> None:
     st.caption(t("tune.send_help"))
     left, middle, _ = st.columns(3)
     if left.button(

@@ -48,7 +48,7 @@ def question_form(question: Question, own: Settings, now: Standing) -> Settings:
             values[one.name] = _parameter(question.name, one, given[one.name], key)
     if question.have:
         with columns[len(question.parameters)]:
-            fields["have"] = _have(own, now, "ask")
+            fields["have"] = _have(now, "ask")
     changed = {name: value for name, value in values.items() if value != at_first[name]}
     others = {name: each for name, each in own.parameters.items() if name != question.name}
     fields["parameters"] = others | ({question.name: changed} if changed else {})
@@ -132,7 +132,7 @@ def _fleet(own: Settings, now: Standing) -> dict[str, Any]:
         "policy": "" if policy == policies[0] else policy,
         "gpus": () if gpus in ([], [now.own_gpu]) else tuple(gpus),
         "tp": () if chosen == [now.own_tp] else tuple(chosen),
-        "have": _have(own, now, "all"),
+        "have": _have(now, "all"),
     }  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def _care(own: Settings, now: Standing) -> dict[str, Any]:
     return {"care": care or "quick", "usd": usd, "overflow_usd": overflow}
 
 
-def _have(own: Settings, now: Standing, where: str) -> int | None:
+def _have(now: Standing, where: str) -> int | None:
     """The replicas that there are; drawn twice, so each shows what the other says."""
     fleet = state.scenario().fleet[0].replicas
     key = f"wi_have_{where}_{fleet}"
