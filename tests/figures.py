@@ -85,7 +85,7 @@ def require(figures: Iterable[Figure], names: Iterable[str]) -> list[str]:
 
 
 def markdown(folder: Path) -> str:
-    """The figures of all targets as a Markdown table, for the README."""
+    """The figures of all targets as a Markdown table: docs/figures.md; the README has some."""
     rows = ["| target | figure | value | goal | |", "|---|---|---|---|---|"]
     for path in sorted(folder.glob("*.json")):
         for figure in json.loads(path.read_text(encoding="utf-8"))["figures"]:

@@ -56,7 +56,7 @@ def test_choices_of_words_switches_and_lists() -> None:
 def test_entries_of_a_list_go_by_their_name() -> None:
     found = space({"breakers.rules.doubt.share_permille": {"around": "x2"}})
     policy = found.policy({"breakers.rules.doubt.share_permille": 99})
-    assert [rule.share_permille for rule in policy.breakers.rules] == [5, 0, 99]
+    assert [rule.share_permille for rule in policy.breakers.rules] == [5, 0, 99, 400]
     assert found.policy(found.incumbent) == STABLE
 
 
