@@ -61,9 +61,7 @@ def fleet(count: int = 2, **changes: Any) -> list[ReplicaSpec]:
     return [replace(spec, version=f"v{spec.id}") for spec in specs]
 
 
-def scripted(
-    answered: Callable[[Finished], list[Decision]], candidates: int = 0
-) -> ScriptedPolicy:
+def scripted(answered: Callable[[Finished], list[Decision]], candidates: int = 0) -> ScriptedPolicy:
     """To replica 0 at once; ``answered`` says what to do with an answer."""
 
     def decide(now_ns: int, event: Event) -> list[Decision]:
