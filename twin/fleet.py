@@ -239,7 +239,11 @@ def _sliced(spec: ReplicaSpec, name: str, part: Slice, number: int) -> ReplicaSp
     try:
         settings = engine_settings(spec.profile, spec.model, gpu, spec.settings.max_model_len)
     except ValueError as error:
-        raise FleetError(f"slice {name} of {spec.name}: {error}") from error
+        # What it advises beside is for whole cards: a slice is no part of a larger engine.
+        why = str(error).partition(": raise tensor_parallel")[0].partition("; lower")[0]
+        raise FleetError(
+            f"slice {name} of {spec.name}: {why}: take a larger slice or a smaller model"
+        ) from error
     reading, computing = Fraction(MIG_EIGHTHS, part.memory), Fraction(MIG_SEVENTHS, part.compute)
     cost = spec.cost
     return replace(
