@@ -76,7 +76,8 @@ def test_killed_under_load_nothing_else_is_lost(
     vllm: list[Vllm], profile: str, patient: str, controllers: Controllers
 ) -> None:
     controller = controllers([server.upstream(profile) for server in vllm], policy=patient)
-    answers = asyncio.run(_streams(controller, 400, controller.kill))
+    # So long that none is over before all have begun, on whatever machine.
+    answers = asyncio.run(_streams(controller, 2000, controller.kill))
     assert all(answer.status == 200 for answer in answers)
     assert not any(answer.clean for answer in answers), "a closed connection, no clean end"
     eventually("vLLM is idle", lambda: not any(server.busy for server in vllm), 5.0)
