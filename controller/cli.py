@@ -551,21 +551,25 @@ def _announce(settings: Settings, running: Running) -> None:
 
 # status
 
-
-@click.command("status")
-@click.option(
+data_option = click.option(
     "--data", type=click.Path(path_type=Path), default=Path(Settings(upstreams=()).data),
     show_default=True, metavar="FOLDER", help="The controller's data folder, if it is here.",
 )  # fmt: skip
-@click.option(
-    "--admin", default=None, metavar="URL",
-    help=f"The controller's admin API.  [default: as the data folder says, else {ADMIN_URL}]",
-)  # fmt: skip
-@click.option(
+token_file_option = click.option(
     "--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
     help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else admin.token in the"
     " data folder.",
 )  # fmt: skip
+"""Where commands that look at a running controller find it, and its token."""
+
+
+@click.command("status")
+@data_option
+@click.option(
+    "--admin", default=None, metavar="URL",
+    help=f"The controller's admin API.  [default: as the data folder says, else {ADMIN_URL}]",
+)  # fmt: skip
+@token_file_option
 @click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
 @click.option("--watch", is_flag=True, help="Again every 2 s, until interrupted.")
 def status(

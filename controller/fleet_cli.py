@@ -8,13 +8,13 @@ import click
 import msgspec
 
 from controller.cli import (
-    TOKEN_VARIABLE,
     WIDTH,
     BadInput,
     admin_url,
     check_url,
     fetch,
     plain_errors,
+    token_file_option,
     token_for,
 )
 from controller.config import Settings
@@ -31,11 +31,7 @@ def fleet() -> None:
     show_default=True, metavar="FOLDER", help="The controller's data folder, if it is here.",
 )  # fmt: skip
 @click.option("--admin", default=None, metavar="URL", help="The controller's admin API.")
-@click.option(
-    "--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
-    help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else admin.token in the"
-    " data folder.",
-)  # fmt: skip
+@token_file_option
 @click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
 def show(data: Path, admin: str | None, token_file: Path | None, as_json: bool) -> None:
     """Show every slot: what runs there, in which version and state, and why."""

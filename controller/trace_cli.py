@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -11,19 +10,20 @@ import click
 import msgspec
 
 from controller.cli import (
-    TOKEN_VARIABLE,
     WIDTH,
     BadInput,
     admin_url,
     check_url,
+    data_option,
     fetch,
     plain_errors,
+    token_file_option,
     token_for,
 )
-from controller.config import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from rich.text import Text
 
@@ -43,19 +43,12 @@ _WELL = ("answered", "done")
 @click.command("show", short_help="Show a chain that went through a controller.")
 @click.argument("chain")
 @click.option("--user", default=None, help="Whose chain, with the tenant: TENANT/USER.")
-@click.option(
-    "--data", type=click.Path(path_type=Path), default=Path(Settings(upstreams=()).data),
-    show_default=True, metavar="FOLDER", help="The controller's data folder, if it is here.",
-)  # fmt: skip
+@data_option
 @click.option(
     "--admin", default=None, metavar="URL",
     help="Ask the controller's admin API instead of reading its data folder.",
 )  # fmt: skip
-@click.option(
-    "--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
-    help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else admin.token in the"
-    " data folder.",
-)  # fmt: skip
+@token_file_option
 @click.option(
     "--texts", is_flag=True,
     help="With prompts and answers, as far as they were sampled; only from the data folder.",
