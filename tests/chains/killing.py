@@ -32,6 +32,7 @@ STEPS = {"intent_parse": 2, "tool_selection": 1, "db_query": 4, "summary": 2, "m
 PLAN = Plan(budget_ms=60_000, steps=tuple(Planned(name, part) for name, part in STEPS.items()))
 USER = "u1"
 LIFE_S_MOST = 30.0
+LIFE_S_LEAST = 1e-6
 
 
 class Life(NamedTuple):
@@ -179,11 +180,20 @@ class Killer:
         while self._chain([place]):
             place += every
 
-    def at_random(self, chains: int, seed: int, within_s: float) -> None:
-        """Lives that are killed at any instant, three of each chain."""
+    def at_random(self, kills: int, seed: int, within_s: float) -> None:
+        """Chains, three lives each, until so many lives were killed at any instant of them.
+
+        Args:
+            within_s: how long a life may last at first. A life that ends before it is killed
+                shortens it: a machine is quicker than another, or this process gets no turn.
+        """
         generator = random.Random(seed)  # noqa: S311 - instants, not secrets
-        for _ in range(chains):
+        wanted = self.tally.kills + kills
+        while self.tally.kills < wanted:
+            assert within_s > LIFE_S_LEAST, "its lives end before they can be killed"
+            before = self.tally.kills
             self._chain([generator.uniform(0, within_s) for _ in range(3)])
+            within_s *= 0.8 ** (3 - (self.tally.kills - before))
 
     def _chain(self, kills: list[int] | list[float]) -> bool:
         """False: it ended before the place at which it was to be killed."""

@@ -102,10 +102,12 @@ def test_one_that_does_not_hear_is_killed_in_time(tmp_path: Path) -> None:
         file = file_of(1, [{}], command=engine("--deaf"))
         async with begun(file, tmp_path / "f") as site:
             await site.up()
+            first = site.fleet.pid(0)
             begun_s = time.monotonic()
             site.fleet.run(Stop(0))
-            await until("it has stopped", lambda: not site.fleet.pid(0), WITHIN_S)
-            assert 0.5 <= time.monotonic() - begun_s < 2.0, "after stop_s_most"
+            # its place is filled again at once: what can be waited for is that it is another's
+            await until("it has stopped", lambda: site.fleet.pid(0) != first, WITHIN_S)
+            assert 0.5 <= time.monotonic() - begun_s < 5.0, "after stop_s_most"
             await announced_again(site, 0)
 
     asyncio.run(run())

@@ -49,7 +49,7 @@ def killed(quick: bool) -> Figure:
             for manner in ("sync", "async"):
                 killer = Killer(where, Path(name), manner)
                 killer.at_every_point()
-                killer.at_random(5 if quick else 30, SEED, within_s=0.04)
+                killer.at_random(15 if quick else 60, SEED, within_s=0.04)
                 kills += killer.tally.kills
                 chains += killer.tally.chains
                 again += killer.tally.again
