@@ -13,10 +13,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from controller.store.checkpoints import RedisCheckpoints, open_checkpoints
+from tests.fleet.ports import lasting_port
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-START_TIMEOUT_S = 20.0
+    from controller.store.checkpoints import Checkpoints
+
+START_TIMEOUT_S = 60.0
+PATIENT_S = 30.0
 
 
 class RedisServer:
@@ -25,7 +31,7 @@ class RedisServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._port = _free_port()
+        self._port = lasting_port("127.0.0.1")
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://127.0.0.1:{self._port}/0"
 
@@ -68,6 +74,13 @@ class RedisServer:
             return False
 
 
+def open_patiently(where: str) -> Checkpoints:
+    """The store at a path or a URL; a server that has no turn for a while is waited for."""
+    if where.startswith("redis://"):
+        return RedisCheckpoints(where, connect_s=PATIENT_S, command_s=PATIENT_S)
+    return open_checkpoints(where)
+
+
 @contextlib.contextmanager
 def redis_server() -> Iterator[RedisServer]:
     """A server that is up."""
@@ -89,9 +102,3 @@ def redis_binary() -> str:
     if found is None:
         raise RuntimeError("no redis-server here: apt-get install redis-server, or make .venv/dev")
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

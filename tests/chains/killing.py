@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from controller.chains import Chain
 from controller.chains.records import owner_of
-from controller.store.checkpoints import SqliteCheckpoints, open_checkpoints
+from controller.store.checkpoints import SqliteCheckpoints
 from policy.parameters.chains import Plan
 from policy.parameters.chains import Step as Planned
+from tests.redis_server import open_patiently
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +113,7 @@ def live(life: Life, told: Connection) -> None:
             "max_tokens": 4,
         }
 
-    with closing(open_checkpoints(life.where)) as store:
+    with closing(open_patiently(life.where)) as store:
         chain = Chain(PLAN, store=_Watched(store, point), gateway=life.gateway)
         asked = ("intent_parse", "summary") if life.gateway else ()
         if life.manner == "sync":
@@ -211,7 +212,7 @@ class Killer:
     def _live(self, name: str, effects: Path, number: int, kill: float | None) -> bool:
         stepping = isinstance(kill, int)
         life = Life(self._where, name, str(effects), number, self._manner, stepping, *self._gateway)
-        with closing(open_checkpoints(self._where)) as store:
+        with closing(open_patiently(self._where)) as store:
             finished = {row.step for row in store.chain(owner_of(USER), name)}
         before = len(_lines(effects))
         here, there = self._context.Pipe()

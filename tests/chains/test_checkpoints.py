@@ -22,10 +22,10 @@ from controller.store.checkpoints import (
     NewCheckpoint,
     RedisCheckpoints,
     SqliteCheckpoints,
-    open_checkpoints,
 )
 from policy.files import FileError
-from tests.redis_server import RedisServer, redis_server
+from tests.controller.processes import eventually
+from tests.redis_server import PATIENT_S, RedisServer, open_patiently, redis_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +57,8 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
     def opens() -> Checkpoints:
         if request.param == "redis":
             url = request.getfixturevalue("server").url
-            opened.append(RedisCheckpoints(url, keep_s=7 * DAY_S, wall_s=wall))
+            how = {"connect_s": PATIENT_S, "command_s": PATIENT_S}
+            opened.append(RedisCheckpoints(url, keep_s=7 * DAY_S, wall_s=wall, **how))
         else:
             path = tmp_path / "own.sqlite"
             opened.append(SqliteCheckpoints(path, keep_s=7 * DAY_S, wall_s=wall))
@@ -200,8 +201,9 @@ def test_two_that_save_the_same_step_agree(owner: str, opener: Callable[[], Chec
 
 WRITER = """
 import itertools, sys
-from controller.store.checkpoints import NewCheckpoint, open_checkpoints
-store = open_checkpoints(sys.argv[1])
+from controller.store.checkpoints import NewCheckpoint
+from tests.redis_server import open_patiently
+store = open_patiently(sys.argv[1])
 for number in itertools.count():
     new = NewCheckpoint("killed", sys.argv[2], f"step {number}", "r", b"%d" % number * 500)
     print(number, store.save(new), flush=True)
@@ -225,7 +227,7 @@ def test_what_a_killed_process_was_told_is_there(
         lines += writer.stdout.read().splitlines()  # what it said before it died
         writer.stdout.close()
         writer.wait()
-        with closing(open_checkpoints(where)) as store:
+        with closing(open_patiently(where)) as store:
             for line in lines[:-1]:
                 number, kept = line.split()
                 found = store.load(kept, "killed")
@@ -299,7 +301,7 @@ def use(path: Path) -> None:
 
 
 def test_redis_is_killed_and_comes_back_with_all_of_it() -> None:
-    with redis_server() as server, closing(open_checkpoints(server.url)) as store:
+    with redis_server() as server, closing(open_patiently(server.url)) as store:
         ids = [store.save(NewCheckpoint("ann", "c", f"{n}", "r", b"x")) for n in range(20)]
         server.kill()
         began_s = time.monotonic()
@@ -307,20 +309,20 @@ def test_redis_is_killed_and_comes_back_with_all_of_it() -> None:
             store.save(NewCheckpoint("ann", "c", "20", "r", b"x"))
         with pytest.raises(CheckpointsError):
             store.load(ids[0], "ann")
-        assert time.monotonic() - began_s < 2
+        assert time.monotonic() - began_s < PATIENT_S, "it is said at once"
         server.start()
         assert [one.id for one in store.chain("ann", "c")] == ids
         assert store.save(NewCheckpoint("ann", "c", "0", "r", b"y")) == ids[0]
 
 
 def test_a_redis_that_does_not_answer_is_not_waited_for_long() -> None:
-    with redis_server() as server, closing(RedisCheckpoints(server.url, command_s=0.3)) as store:
+    with redis_server() as server, closing(RedisCheckpoints(server.url, command_s=3)) as store:
         store.save(NewCheckpoint("ann", "c", "s", "r", b"x"))
         server.pause()
         began_s = time.monotonic()
         with pytest.raises(CheckpointsError, match="imeout"):
             store.save(NewCheckpoint("ann", "c", "t", "r", b"x"))
-        assert time.monotonic() - began_s < 1
+        assert time.monotonic() - began_s < 6, "it is asked once"
         server.resume()
         assert store.save(NewCheckpoint("ann", "c", "t", "r", b"x"))
 
@@ -328,14 +330,17 @@ def test_a_redis_that_does_not_answer_is_not_waited_for_long() -> None:
 def test_redis_drops_a_chain_in_time_and_names_nobody(server: RedisServer) -> None:
     import redis
 
-    with closing(RedisCheckpoints(server.url, keep_s=0.3)) as store:
+    keep_s = 5.0
+    with closing(
+        RedisCheckpoints(server.url, keep_s=keep_s, connect_s=PATIENT_S, command_s=PATIENT_S)
+    ) as store:
         store.save(NewCheckpoint("ann@example.org", "order-42", "s", "r", b"x"))
         with closing(redis.Redis.from_url(server.url)) as client:
-            (key,) = [key for key in client.scan_iter("twinkeel:chain:*") if client.pttl(key) < 301]
+            keys = client.scan_iter("twinkeel:chain:*")
+            (key,) = [key for key in keys if 0 < client.pttl(key) <= 1000 * keep_s]
             assert b"ann" not in key
             assert b"42" not in key
-            time.sleep(0.4)
-            assert client.exists(key) == 0
+            eventually("it is gone", lambda: client.exists(key) == 0, keep_s + 10)
 
 
 def test_errors_tell_no_password() -> None:
@@ -370,7 +375,7 @@ def test_a_password_is_told_wherever_it_stands_nowhere(url: str) -> None:
 
 
 def test_a_checkpoint_of_another_version_is_said(server: RedisServer) -> None:
-    with closing(RedisCheckpoints(server.url)) as store:
+    with closing(RedisCheckpoints(server.url, command_s=PATIENT_S)) as store:
         kept = store.save(NewCheckpoint("vera", "c", "s", "r", b"x"))
         store._redis.hset(module._key(kept), f"m:{kept}", b"\x01")
         with pytest.raises(CheckpointsError, match="another database"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.chains.asking import Ask, ModelCall, Reply, Unreachable, Wait, ask, encode_body
@@ -157,6 +157,7 @@ def test_steps_have_a_bound() -> None:
     st.lists(st.floats(0, 3), min_size=12, max_size=12),
     st.integers(1, 100_000),
 )
+@settings(deadline=None)
 def test_shares_add_up_to_the_budget(
     weights: list[int], takes: list[float], budget_ms: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ import pytest
 from controller.chains import Chain, StepFailed
 from policy.parameters.chains import Plan, Step
 from tests.chains.killing import Killer
-from tests.controller.processes import MODEL, Controllers, Twin, eventually
+from tests.controller.processes import MODEL, Controllers, Twin, eventually, settings_for
+from tests.fleet.ports import lasting_port
 from tests.redis_server import redis_server
 
 if TYPE_CHECKING:
@@ -58,17 +60,21 @@ def test_a_chain_of_model_calls_and_functions(
         step = result.steps["answer"]
         assert step.gateway_checkpoint == answer["twinkeel"]["checkpoint_id"]
         assert step.attributes["request"] == answer["twinkeel"]["request_id"]
-        told = [r.event for r in controller.records() if getattr(r.event, "chain", "") == "order-1"]
-        assert [event.step for event in told if hasattr(event, "prompt_bytes")] == [
-            "parse", "answer",
-        ]  # fmt: skip
+
+        def steps() -> list[str]:
+            told = [record.event for record in controller.records()]
+            mine = [event for event in told if getattr(event, "chain", "") == "order-1"]
+            return [event.step for event in mine if hasattr(event, "prompt_bytes")]
+
+        # The log is written a little later.
+        eventually("they are on record", lambda: steps() == ["parse", "answer"])
 
         # Beside them it shows the step that it did not see, in one trace.
         def shown() -> Any:
             seen = json.loads(controller.admin("GET", "/chains/order-1")[1])
             return seen if len(seen.get("steps", ())) == 3 else None
 
-        seen = eventually("all steps are shown", shown)
+        seen = eventually("all steps are shown", shown, 30)
         assert seen["trace_id"] == result.trace_id
         own = next(step for step in seen["steps"] if step["step"] == "tool")
         assert (own["external"], own["outcome"]) == (True, "done")
@@ -110,7 +116,7 @@ def test_a_model_call_is_ended_when_the_time_is_over(
     manner: str, controllers: Controllers, twins: list[Twin], tmp_path: Path
 ) -> None:
     controller = controllers([twin.url for twin in twins])
-    plan = Plan(budget_ms=2500, steps=PLAN.steps)
+    plan = Plan(budget_ms=5000, steps=PLAN.steps)
     long = {**body("long", tokens=4000), "ignore_eos": True}
 
     async def run_async(chain: Chain) -> Any:
@@ -130,27 +136,30 @@ def test_a_model_call_is_ended_when_the_time_is_over(
             result = run.result()
         else:
             result = asyncio.run(run_async(chain))
-        assert 2.3 < time.monotonic() - began_s < 8, "24 s are asked for"
+        assert 4.6 < time.monotonic() - began_s < 16, "24 s are asked for"
     assert result.partial
     assert list(result.values) == ["parse"]
     assert result.missing["answer"] == "ended: step 'answer': the chain's time was over"
     assert result.missing["memory"].endswith("the chain's time was over")
-    eventually("the gateway stops the model", lambda: sum(t.busy for t in twins) == 0, 3)
+    eventually("the gateway stops the model", lambda: sum(t.busy for t in twins) == 0)
 
 
 def test_a_chain_goes_on_after_its_time_with_a_new_budget(
     controllers: Controllers, twins: list[Twin], tmp_path: Path
 ) -> None:
     controller = controllers([twin.url for twin in twins])
-    policy = "schema: 1\nname: short\nchains: {default: {budget_ms: 2500}}\n"
+    policy = "schema: 1\nname: short\nchains: {default: {budget_ms: 6000}}\n"
     assert controller.put_policy(policy)[0] < 300
-    plan = Plan(budget_ms=2500, steps=PLAN.steps)
-    before = came(twins)
+    plan = Plan(budget_ms=6000, steps=PLAN.steps)
+    before, go_on = came(twins), threading.Event()
     with Chain(plan, gateway=controller.url, store=tmp_path / "c.sqlite") as chain:
         with chain.run("long", user="u") as run:
             first = run.call("parse", body("one"))
-            run.do("tool", time.sleep, 5)
+            run.do("tool", go_on.wait, 60)
+        go_on.set()
         assert run.result().partial
+        # The run ends a little before its budget, and the gateway began to count later.
+        time.sleep(3.0)
         with chain.run("long", user="u") as run:
             assert run.call("parse", body("one")) == first
             run.call("answer", body("two"))
@@ -159,7 +168,7 @@ def test_a_chain_goes_on_after_its_time_with_a_new_budget(
         assert run.result().values == {"parse": first}
         with chain.run(user="u", resume_from_checkpoint=run.checkpoint) as run:
             assert run.chain == "long"
-            assert 1.5 < run.left_s <= 2.45
+            assert 2.0 < run.left_s <= 5.95, "all of it, but for what has passed since"
             assert run.call("parse", body("one")) == first
             run.do("tool", lambda: "quick")
             run.call("answer", body("two"))
@@ -189,7 +198,7 @@ def test_what_the_gateway_does_not_answer_is_said(
         assert not run.result().partial
 
     with Chain(
-        Plan(budget_ms=1500, steps=PLAN.steps),
+        Plan(budget_ms=4000, steps=PLAN.steps),
         gateway="http://127.0.0.1:9",
         store=tmp_path / "c.sqlite",
     ) as chain:
@@ -207,14 +216,7 @@ def test_what_the_gateway_does_not_answer_is_said(
 def test_a_gateway_that_was_killed_is_waited_for(
     controllers: Controllers, twins: list[Twin], tmp_path: Path
 ) -> None:
-    import socket
-
-    from tests.controller.processes import settings_for
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path / "controller"
+    folder, port = tmp_path / "controller", lasting_port("127.0.0.1")
     settings = settings_for([twin.url for twin in twins], folder, port=port)
     controller = controllers.again(settings, folder)
     plan = Plan(budget_ms=30_000, steps=PLAN.steps)
@@ -222,8 +224,6 @@ def test_a_gateway_that_was_killed_is_waited_for(
         with chain.run("killed", user="u") as run:
             run.call("parse", body("one"))
             controller.kill()
-            import threading
-
             starter = threading.Timer(0.3, lambda: controllers.again(settings, folder))
             starter.start()
             run.call("answer", body("two"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import threading
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -13,7 +14,7 @@ from langgraph.types import Command, interrupt
 
 from controller.chains.langgraph import LangGraphSaver
 from controller.store.checkpoints import Checkpoints, open_checkpoints
-from tests.redis_server import redis_server
+from tests.redis_server import open_patiently, redis_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,11 +31,23 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
         yield lambda: open_checkpoints(tmp_path / "c.sqlite")
     else:
         with redis_server() as server:
-            yield lambda: open_checkpoints(server.url)
+            yield lambda: open_patiently(server.url)
 
 
 def graph(store: Checkpoints, ran: list[str], owner: str = "") -> Any:
-    """plan -> (left, right) -> ask, which is interrupted -> end; nodes tell that they ran."""
+    """plan -> (left, right) -> ask, which is interrupted -> end; nodes tell that they ran.
+
+    The right one fails once, when what the left one did is kept: else that may be cut off.
+    """
+    saver, left_kept = LangGraphSaver(store, owner), threading.Event()
+    put_writes = saver.put_writes
+
+    def putting(config: Any, writes: Any, *given: Any) -> None:
+        put_writes(config, writes, *given)
+        if ("said", ["left"]) in writes:
+            left_kept.set()
+
+    saver.put_writes = putting  # type: ignore[method-assign]
 
     def node(name: str) -> Callable[[State], State]:
         def run(state: State) -> State:
@@ -50,6 +63,7 @@ def graph(store: Checkpoints, ran: list[str], owner: str = "") -> Any:
     def fails_once(state: State) -> State:
         ran.append("right")
         if ran.count("right") == 1:
+            assert left_kept.wait(60)
             raise RuntimeError("the tool is down")
         return {"said": ["right"]}
 
@@ -63,7 +77,7 @@ def graph(store: Checkpoints, ran: list[str], owner: str = "") -> Any:
     builder.add_edge("plan", "right")
     builder.add_edge(["left", "right"], "ask")
     builder.add_edge("ask", END)
-    return builder.compile(checkpointer=LangGraphSaver(store, owner))
+    return builder.compile(checkpointer=saver)
 
 
 def config(thread: str = "t1") -> Any:

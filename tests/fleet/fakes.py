@@ -125,14 +125,20 @@ class FakeCards:
                 del self._facts[subject, key]
         return gone
 
-    def event(self, uuid: str, kind: int, data: int = 0, instance: int | None = None) -> None:
-        """NVML tells an event of a card, or of its GPU instance."""
+    def event(
+        self, uuid: str, kind: int, data: int = 0, instance: int | None = None, **facts: object
+    ) -> None:
+        """NVML tells an event of a card, or of its GPU instance; in the same moment ``facts`` of
+        the card are others."""
         self._serial += 1
         where = "" if instance is None else f" {instance} 0"
-        self.set("event", **{str(self._serial): f"{uuid} {kind} {data}{where}"})
+        with self._changing():
+            self._facts["event", str(self._serial)] = f"{uuid} {kind} {data}{where}"
+            for key, value in facts.items():
+                self._facts[uuid, key] = str(value)
 
-    def xid(self, uuid: str, code: int, instance: int | None = None) -> None:
-        self.event(uuid, XID, code, instance)
+    def xid(self, uuid: str, code: int, instance: int | None = None, **facts: object) -> None:
+        self.event(uuid, XID, code, instance, **facts)
 
     @contextlib.contextmanager
     def _changing(self, write: bool = True) -> Iterator[None]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import yaml
 from aiohttp import web
 
+from tests.fleet.ports import lasting_port
 from tests.upstream_support import Server
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class KubeApi:
         self.role = role()
         """Verbs, and what they are allowed on; and (next) those that were used."""
         self.used: set[tuple[str, str]] = set()
-        self.pod_port = _free_port()
+        self.pod_port = lasting_port()
         self.page_most = 500
         self.bookmark_s = 60.0
         self.watch_s_most = 300.0
@@ -123,7 +123,7 @@ class KubeApi:
         """Of lists that come in pages, by version."""
         self._news = asyncio.Event()
         self._numbers = 0
-        self._port = 0
+        self._port = lasting_port()  # also while it is away
         self._runner: web.AppRunner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -149,7 +149,6 @@ class KubeApi:
         await web.TCPSite(
             self._runner, "127.0.0.1", self._port, reuse_address=True, ssl_context=tls
         ).start()
-        self._port = self._runner.addresses[0][1]
         for deployment in self.deployments.values():
             self.reconcile(deployment)
 
@@ -564,9 +563,3 @@ def _same(pod: dict[str, Any], uid: str | None, kind: str) -> None:
             f'Operation cannot be fulfilled on {kind} "{meta["name"]}": Precondition failed: UID in'
             f" precondition: {uid}, UID in object meta: {meta['uid']}",
         )  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])

