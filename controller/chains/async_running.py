@@ -47,12 +47,13 @@ class AsyncRun(RunBase):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        over = isinstance(error, ChainOver) and self.course.over  # another chain's goes through
         try:
             await asyncio.to_thread(self._close, error)
         finally:
             if self._http is not None:
                 await self._http.close()
-        return isinstance(error, ChainOver) and self.course.over
+        return over
 
     async def call(
         self,
@@ -102,7 +103,7 @@ class AsyncRun(RunBase):
             if coroutine:
                 in_time = await self._within(began, self._awaited(work))
             else:
-                future = self.kind.in_thread(work, step)
+                future = self.kind.in_thread(partial(_plain, step, work), step)
                 try:
                     in_time = await self._within(began, asyncio.wrap_future(future))
                 finally:
@@ -192,6 +193,14 @@ class AsyncRun(RunBase):
             if not work.done():
                 work.cancel()
         return work.result() if work.done() else Unreachable(NO_TIME)
+
+
+def _plain(step: str, work: Callable[[], Any]) -> Any:
+    """A ``StopIteration`` cannot be handed on to an event loop: whoever waits would wait on."""
+    try:
+        return work()
+    except StopIteration as error:
+        raise RuntimeError(f"step {step!r} raised StopIteration") from error
 
 
 def _heard(task: asyncio.Future[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
 import threading
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.chains import records
 from controller.chains.asking import CHAT, ModelCall, encode_body
+from controller.chains.core import NAME_MOST as CHAIN_NAME_MOST
 from controller.chains.core import (
     NO_TIME,
     NOT_SAVED,
@@ -165,10 +167,15 @@ class RunBase:
         self._owner = records.owner_of(user)
         self._session = session
         self._resume = resume
+        self.gateway_chain = chain
+        """Its name at the gateway, by which ``twinkeel trace show`` finds it: its own, until it
+        goes back to an earlier checkpoint: what is to run again would be answered from its own."""
         self._gateway_resume = ""
         """The gateway's checkpoint that its next call resumes from."""
-        self._trace_id = trace_id
+        self._trace_id = records.check_trace_id(trace_id)
         self._ends_s = 0.0
+        self._order: list[str] = []
+        """Finished steps as the store has them: resuming from one forgets those after it."""
         self._course: Course | None = None
         self._reporter: Reporter | None = None
 
@@ -207,7 +214,9 @@ class RunBase:
 
     def result(self) -> ChainResult:
         """What there is so far."""
-        return self.course.result(self.kind.clock_ns(), self.chain, self.user, self.trace_id)
+        return self.course.result(
+            self.kind.clock_ns(), self.chain, self.user, self.trace_id, tuple(self._order)
+        )
 
     # The store's part
 
@@ -215,6 +224,7 @@ class RunBase:
         """Take what is finished from the store; the budget begins, or goes on. What the store takes
         for it is part of the budget."""
         now_ns, now_s = self.kind.clock_ns(), self.kind.wall_s()
+        self._ends_s = now_s + self.kind.plan.budget_ms / 1e3
         if self._resume:
             self._go_back()
         rows = self._rows()
@@ -233,7 +243,7 @@ class RunBase:
             before = [step.gateway_checkpoint for step in course.steps.values()]
             self._gateway_resume = next(filter(None, reversed(before)), "")
         if self.kind.gateway is not None:
-            self._reporter = Reporter(self.kind.gateway, self.chain, self._headers(""))
+            self._reporter = Reporter(self.kind.gateway, self.gateway_chain, self._headers(""))
 
     def _save_s(self) -> float:
         return self.course.save_ns(self.kind.clock_ns()) / 1e9
@@ -263,13 +273,25 @@ class RunBase:
         self.chain = self.chain or source.chain
         if self.chain == source.chain:
             undone = self.kind.stored(lambda s: s.undo(self._resume, self._owner))
+            if undone and self.kind.gateway is not None:
+                self._rename()
         else:
             undone = 1
             for row in self.kind.stored(lambda s: s.chain(self._owner, source.chain)):
-                self._copy(row)
+                if row.content_type == records.CONTENT_TYPE:
+                    self._copy(row)
                 if row.id == self._resume:
                     break
         self._gateway_resume = "yes" if undone else ""
+
+    def _rename(self) -> None:
+        """For the gateway it is another chain from here on, whoever runs it."""
+        name = records.renamed(self.chain, CHAIN_NAME_MOST)
+        new = NewCheckpoint(
+            self._owner, self.chain, f"{records.RENAMED}{name}", "", b"",
+            content_type=records.RENAMED_TYPE, ends_s=self._ends_s, line=self.kind.line,
+        )  # fmt: skip
+        self.kind.stored(lambda s: s.save(new))
 
     def _copy(self, row: Checkpoint) -> None:
         """A step of another chain, into this one."""
@@ -278,8 +300,16 @@ class RunBase:
             self._save(whole.step, whole.request, whole.answer)
 
     def _rows(self) -> list[Checkpoint]:
-        rows: list[Checkpoint] = self.kind.stored(lambda s: s.chain(self._owner, self.chain))
-        return [row for row in rows if row.content_type == records.CONTENT_TYPE]
+        def read(store: Checkpoints) -> list[Checkpoint]:
+            rows = store.chain(self._owner, self.chain)
+            names = [row.step for row in rows if row.content_type == records.RENAMED_TYPE]
+            self.gateway_chain = names[-1].removeprefix(records.RENAMED) if names else self.chain
+            rows = [row for row in rows if row.content_type == records.CONTENT_TYPE]
+            self._order = [row.step for row in rows]
+            return rows
+
+        found: list[Checkpoint] = self.kind.stored(read)
+        return found
 
     def _load(self, row: Checkpoint) -> Step | None:
         whole: Checkpoint | None = self.kind.stored(lambda s: s.load(row.id, self._owner))
@@ -295,7 +325,14 @@ class RunBase:
             self._owner, self.chain, step, request, answer,
             content_type=records.CONTENT_TYPE, ends_s=self._ends_s, line=self.kind.line,
         )  # fmt: skip
-        saved: str = self.kind.stored(lambda s: s.save(new))
+
+        def save(store: Checkpoints) -> str:
+            saved = store.save(new)
+            if step not in self._order:
+                self._order.append(step)
+            return saved
+
+        saved: str = self.kind.stored(save)
         return saved
 
     def _commit(self, step: str, request: str, answer: bytes) -> Step:
@@ -310,8 +347,10 @@ class RunBase:
             row: Checkpoint | None = self.kind.stored(lambda s: s.load(checkpoint, self._owner))
         except CheckpointsError:
             row = None  # it is committed, whatever became of the store since
-        kept = answer if row is None or row.request == request else row.answer
-        return records.decode(step, checkpoint, kept)
+        if row is not None and row.request != request:
+            with contextlib.suppress(CheckpointsError):
+                self._rows()  # it lies where the other process put it
+        return records.decode(step, checkpoint, answer if row is None else row.answer)
 
     # A step's begin and end
 
@@ -340,7 +379,7 @@ class RunBase:
     def _headers(self, step: str) -> dict[str, str]:
         """To the gateway, of a step."""
         headers = self.kind.headers()
-        headers["x-twinkeel-chain"] = self.chain
+        headers["x-twinkeel-chain"] = self.gateway_chain
         headers["traceparent"] = records.traceparent(self.trace_id)
         if step:
             headers["x-twinkeel-step"] = step

@@ -15,7 +15,7 @@ from policy.chains import share_ns
 from policy.files import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from policy.parameters.chains import Plan
 
@@ -224,9 +224,16 @@ class Course:
                 missing[step.name] = f"{step.outcome}: {step.why}" if step.why else step.outcome
         return missing
 
-    def result(self, now_ns: int, chain: str, user: str, trace_id: str) -> ChainResult:
+    def result(
+        self, now_ns: int, chain: str, user: str, trace_id: str, order: Sequence[str] = ()
+    ) -> ChainResult:
+        """What there is, the finished steps in the ``order`` in which the store has them: beside
+        each other they end otherwise than they began."""
         missing = self.missing()
         finished = {name: step for name, step in self.steps.items() if step.finished}
+        for name in order:
+            if name in finished:
+                finished[name] = finished.pop(name)
         return ChainResult(
             chain=chain,
             user=user,

@@ -12,6 +12,10 @@ from controller.chains.core import ChainError, Kind, Step
 
 FORMAT = 1
 CONTENT_TYPE = "application/vnd.twinkeel.step+json"
+RENAMED_TYPE = "application/vnd.twinkeel.gateway-chain"
+"""Of a row that is no step: under which name the chain goes on at the gateway from there."""
+RENAMED = "\n"
+"""What that row's step begins with, and no real one's."""
 VALUE_BYTES_MOST = 16 * 1024 * 1024
 OWN = "app/"
 """Before the user's name, so that a Redis that a gateway uses, too, keeps the two apart."""
@@ -87,6 +91,12 @@ def decode(name: str, checkpoint: str, answer: bytes) -> Step:
     )
 
 
+def renamed(chain: str, most: int) -> str:
+    """Another name for the same chain, of so many characters at most."""
+    token = secrets.token_hex(4)
+    return f"{chain[: most - len(token) - 1]}~{token}"
+
+
 def step_key(user: str, chain: str, step: str) -> str:
     """The same for the same step of the same chain, now and after any restart, and for no other."""
     return _digest("step", user, chain, step)
@@ -95,6 +105,20 @@ def step_key(user: str, chain: str, step: str) -> str:
 def trace_id(user: str, chain: str) -> str:
     """Of all runs of a chain, so that what came after a restart is seen beside what was before."""
     return _digest("trace", user, chain)
+
+
+def check_trace_id(given: str) -> str:
+    """A caller's own, as headers hold it; empty: it has none.
+
+    Raises:
+        ChainError: it is none.
+    """
+    lower = given.lower()
+    if given and (len(given) != 32 or set(lower) - set("0123456789abcdef") or set(lower) == {"0"}):
+        raise ChainError(
+            f"the trace id is {given[:40]!r}: 32 hexadecimal digits, not all of them 0"
+        )
+    return lower
 
 
 def traceparent(trace: str) -> str:

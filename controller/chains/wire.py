@@ -151,10 +151,16 @@ class Reporter:
 
     def close(self, left_s: float) -> None:
         """Wait for what is still to be told, but not past the chain's own time."""
-        if self._thread is not None:
+        if self._thread is None:
+            return
+        while True:
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
-            self._thread.join(min(FLUSH_S, left_s))
+                break
+            with contextlib.suppress(queue.Empty):  # else its thread would wait for ever
+                self._queue.get_nowait()
+                self.left_out += 1
+        self._thread.join(min(FLUSH_S, left_s))
 
     def _run(self) -> None:
         while (one := self._queue.get()) is not None:

@@ -77,10 +77,10 @@ class KnownChains:
                 self._known.popitem(last=False)
         if not kept:
             return
-        left_s = max(one.ends_s for one in kept) - self._wall_s()
-        self._driver.feed(
-            ChainFound(
-                owner, chain, kept[0].line or line, tuple((one.step, one.id) for one in kept),
-                max(0, round(left_s * 1e9)),
-            )
-        )  # fmt: skip
+        line = kept[0].line or line
+        chains = self._driver.parameters.chains
+        # No more than all of it: the clock may have been put back since, or be another machine's.
+        budget_s = chains.lines.get(line, chains.default).budget_ms / 1000
+        left_s = min(max(one.ends_s for one in kept) - self._wall_s(), budget_s)
+        done = tuple((one.step, one.id) for one in kept)
+        self._driver.feed(ChainFound(owner, chain, line, done, round(max(0.0, left_s) * 1e9)))
