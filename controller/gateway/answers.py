@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from controller.gateway import editing
-from controller.gateway.questions import key_of, likeness_of
+from controller.gateway.questions import is_whole, key_of, likeness_of
 from controller.store.answers import New, Vector
 from controller.upstream import sse
 
@@ -58,6 +58,7 @@ def gathers(asked: Asked, parameters: Parameters, open_requests: int) -> bool:
         and keeps(parameters)
         and document.get("n") in (None, 1)
         and (document.get("logprobs") is None or document["logprobs"] is False)
+        and not document.get("return_token_ids")
         and isinstance(document.get("prompt", ""), str)
     )
 
@@ -111,6 +112,8 @@ class Answers:
     def keep(self, asked: Asked, body: bytes, confidence_permille: int, version: str) -> None:
         """Keep an answer. Nobody waits for it; a large one is passed over."""
         if len(body) > ANSWER_BYTES_MOST or asked.endpoint == "embeddings":
+            return
+        if not is_whole(asked):
             return
         key = key_of(asked)
         self.store.keep(New(key, version, body, confidence_permille, self._wall_s()))

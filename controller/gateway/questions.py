@@ -1,7 +1,8 @@
 """Which question a request asks: whether two requests ask the same, or say the same otherwise.
 
 White space and Unicode's canonical forms make no other question. Its compatibility forms do (NFKC
-turns 5² into 52), and so does white space inside quotes, or in texts of several lines.
+turns 5² into 52), and so does white space inside quotes, in texts of several lines, where it may be
+what is asked about, and in a text that the answer continues: it has to fit to its end.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ import msgspec
 from policy.signals.words import content, negated, numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from controller.gateway.asking import Asked
 
 LETTERS_MOST = 300
 """Of a question that others may be like: a longer one is no question that many ask."""
 _PASSING = frozenset({
-    "stream", "stream_options", "user", "priority", "seed", "request_id", "metadata",
+    "stream", "stream_options", "user", "priority", "request_id", "metadata",
 })  # fmt: skip
-"""Fields that do not change what is asked."""
+"""Fields that do not change what is asked. A seed does: another one asks for another draw."""
+_KEYS = 2
+"""Goes up when a key comes to stand for something else, so that nothing of before is found."""
+_ELSEWHERE = re.compile(r"\s*(?!data:)[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+"""A picture's or a recording's address: what lies there is no part of the request, and changes."""
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 _QUOTE = re.compile(r"[\"`“”„«»「」『』‘]|(?<!\w)['’]|['’](?!\w)")  # noqa: RUF001
@@ -110,6 +117,14 @@ _ABOUT_MARKS = re.compile(
     r"|punctuat\w*|url|path)\b|https?:|正则|通配|标点|问号|句号|网址|路径",
     re.IGNORECASE,
 )
+_ABOUT_SPACE = re.compile(
+    r"\b(?:(?:white)?spac(?:es?|ed|ing)|blanks?|tabs?|indent\w*|align\w*|characters?|letters?)\b"
+    r"|空格|空白|缩进|縮進|制表|对齐|對齊|字符|字数|字數",
+    re.IGNORECASE,
+)
+"""Where white space may be what is asked about, or is counted."""
+_LOOKED_AT = 3_000
+"""Characters at each end of a long text: what is to be done stands there."""
 _HAN = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _BESIDE_HAN = re.compile(rf"(?<=[{_HAN}]) (?![{_HAN}])|(?<![{_HAN}]) (?=[{_HAN}])")
 """Between two of them a space tells where a name ends."""
@@ -123,6 +138,26 @@ class Likeness(NamedTuple):
     and by whom."""
     text: str
     """That message, for its vector."""
+
+
+def is_whole(asked: Asked) -> bool:
+    """Whether the request holds all that is asked: no picture, recording or document that its
+    server fetches from somewhere, where there may be another one by the next time."""
+    messages = asked.document.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        said = message.get("content") if isinstance(message, dict) else None
+        for part in said if isinstance(said, list) else ():
+            if isinstance(part, dict) and any(
+                name != "text" and _is_elsewhere(each) for name, each in part.items()
+            ):
+                return False
+    return True
+
+
+def _is_elsewhere(each: Any) -> bool:
+    if isinstance(each, dict):
+        return any(map(_is_elsewhere, each.values()))
+    return isinstance(each, str) and _ELSEWHERE.match(each) is not None
 
 
 def key_of(asked: Asked) -> bytes:
@@ -181,10 +216,13 @@ def _without_particle(text: str) -> str:
 
 def _last_text(asked: Asked) -> str:
     """The user's message at the end of a chat, where it is one line of plain text."""
-    messages = asked.document.get("messages")
+    document = asked.document
+    messages = document.get("messages")
     if asked.endpoint != "chat" or not isinstance(messages, list):
         return ""
     last = messages[-1]
+    if document.get("continue_final_message"):
+        return ""
     if not isinstance(last, dict) or last.get("role") != "user":
         return ""
     if set(last) - {"role", "content"}:
@@ -195,12 +233,14 @@ def _last_text(asked: Asked) -> str:
         text = part.get("text") if set(part) == {"type", "text"} and part["type"] == "text" else ""
     if not isinstance(text, str) or len(text) > LETTERS_MOST:
         return ""
+    if text != " ".join(text.split()) and _is_about_space(messages):
+        return ""
     text = text.strip()
     return "" if len(text.splitlines()) != 1 or _QUOTE.search(text) else text
 
 
 def _hash(asked: Asked, what: Any) -> bytes:
-    return blake2b(_encode([asked.tenant, asked.endpoint, what]), digest_size=16).digest()
+    return blake2b(_encode([_KEYS, asked.tenant, asked.endpoint, what]), digest_size=16).digest()
 
 
 def _normalized(document: dict[str, Any]) -> dict[str, Any]:
@@ -208,27 +248,59 @@ def _normalized(document: dict[str, Any]) -> dict[str, Any]:
     found = dict(document)
     prompt, messages = document.get("prompt"), document.get("messages")
     if isinstance(prompt, str):
-        found["prompt"] = _plain(prompt)
+        found["prompt"] = _exact(prompt)
     if isinstance(messages, list):
-        found["messages"] = [_message(each) for each in messages]
+        exact = [_message(each, _exact) for each in messages]
+        plain = [_message(each, _plain) for each in messages]
+        if messages and _is_continued(document, messages[-1]):
+            plain[-1] = exact[-1]
+        # Looked for only where it matters: that takes a while.
+        found["messages"] = exact if plain != exact and _is_about_space(messages) else plain
     return found
 
 
-def _message(message: Any) -> Any:
+def _is_continued(document: dict[str, Any], last: Any) -> bool:
+    """Whether the answer goes on where the last message ends."""
+    continued = document.get("continue_final_message")
+    return bool(continued) or (isinstance(last, dict) and last.get("role") == "assistant")
+
+
+def _is_about_space(messages: list[Any]) -> bool:
+    most = _LOOKED_AT
+    return any(
+        _ABOUT_SPACE.search(text if len(text) <= 2 * most else f"{text[:most]} {text[-most:]}")
+        for each in messages
+        for text in _texts(each)
+    )
+
+
+def _texts(message: Any) -> Iterator[str]:
+    said = message.get("content") if isinstance(message, dict) else None
+    for part in said if isinstance(said, list) else (said,):
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            yield text
+
+
+def _message(message: Any, plain: Callable[[str], str]) -> Any:
     if not isinstance(message, dict):
         return message
     said = message.get("content")
     if isinstance(said, str):
-        return {**message, "content": _plain(said)}
+        return {**message, "content": plain(said)}
     if isinstance(said, list):
-        return {**message, "content": [_part(each) for each in said]}
+        return {**message, "content": [_part(each, plain) for each in said]}
     return message
 
 
-def _part(part: Any) -> Any:
+def _part(part: Any, plain: Callable[[str], str]) -> Any:
     if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return {**part, "text": _plain(part["text"])}
+        return {**part, "text": plain(part["text"])}
     return part
+
+
+def _exact(text: str) -> str:
+    return normalize("NFC", text)
 
 
 def _plain(text: str) -> str:
