@@ -38,6 +38,7 @@ from controller.listener import Listener
 from controller.observe import Shadow
 from controller.openapi import published
 from controller.reading import Reader
+from controller.sharing.agreeing import Agreeing
 from controller.sharing.leases import Sharing
 from controller.sharing.store import Store
 from controller.store.answers import KeptAnswers
@@ -212,7 +213,11 @@ async def _start(
     ears.metrics.also(partial(kept_answers, answers))
     reloads = Reloads(fleet, driver)
     stack.push_async_callback(reloads.close)
-    sharing = Sharing(driver, Store(settings.redis)) if settings.redis else None
+    sharing = (
+        Sharing(driver, Store(settings.redis), Agreeing(lambda: driver.parameters))
+        if settings.redis
+        else None
+    )
     watcher, look = _servers(settings, driver, fleet, reloads, chains, answers, sharing, stack)
     reloads.gate = watcher
     go_on(beginning, driver, settings)

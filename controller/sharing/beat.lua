@@ -1,8 +1,8 @@
--- A controller is alive, or leaves. Says how many are.
+-- A controller is alive, or leaves. Says how many are, and what each runs that tells it.
 --
--- KEYS: when each was heard last, a sorted set; the calm mark.
+-- KEYS: when each was heard last, a sorted set; the calm mark; what each runs, a hash.
 -- ARGV: the controller; 0: it leaves; ms after which one that is not heard is gone; ms of silence of
--- all after which whoever comes first begins a calm; ms that a calm lasts.
+-- all after which whoever comes first begins a calm; ms that a calm lasts; what it runs, or nothing.
 --
 -- Where nobody was heard for a while, the store was away, or lost what it knew, and controllers go
 -- on with shares and sessions that it does not know of. In a calm these are claimed, and nothing
@@ -27,4 +27,16 @@ else
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - gone)
 redis.call('PEXPIRE', KEYS[1], 10 * gone)
-return redis.call('ZCARD', KEYS[1])
+if here ~= '0' and ARGV[6] ~= '' then
+  redis.call('HSET', KEYS[3], id, ARGV[6])
+end
+local answer, runs = {redis.call('ZCARD', KEYS[1])}, redis.call('HGETALL', KEYS[3])
+for i = 1, #runs, 2 do
+  if redis.call('ZSCORE', KEYS[1], runs[i]) then
+    answer[#answer + 1] = runs[i + 1]
+  else
+    redis.call('HDEL', KEYS[3], runs[i])
+  end
+end
+redis.call('PEXPIRE', KEYS[3], 10 * gone)
+return answer

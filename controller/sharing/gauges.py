@@ -49,6 +49,7 @@ class Counts:
         self.up = False
         self.controllers = 1
         self.losses = 0
+        self.differ = False
         self.leases: dict[str, int] = {}
         """Answers, by what was asked for."""
         self.round_trips = RoundTrips()
@@ -66,6 +67,11 @@ class Counts:
         yield CounterMetricFamily(
             "twinkeel_store_losses", "How often it was lost.", float(self.losses)
         )
+        yield GaugeMetricFamily(
+            "twinkeel_store_policies_differ",
+            "1: controllers that share it run different policies or versions, and have for long.",
+            float(self.differ),
+        )  # fmt: skip
         leases = CounterMetricFamily(
             "twinkeel_store_leases", "Answers to questions for a share or a session.",
             labels=("kind",),

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from controller.call import Call
     from controller.driver import Driver
-    from controller.sharing.store import Ask, Store
+    from controller.sharing.agreeing import Agreeing
+    from controller.sharing.store import Ask, Store, Told
     from policy.events import Event
 
 NS_PER_MS = 1_000_000
@@ -63,11 +64,16 @@ class _Held(NamedTuple):
 
 
 class Sharing(Listener):
-    """Keeps one controller in touch with the store; ``run`` takes what the policy decides."""
+    """Keeps one controller in touch with the store; ``run`` takes what the policy decides.
 
-    def __init__(self, driver: Driver, store: Store) -> None:
+    Args:
+        agreeing: compares what this controller runs with the others; None: it tells them nothing.
+    """
+
+    def __init__(self, driver: Driver, store: Store, agreeing: Agreeing | None = None) -> None:
         self._driver = driver
         self._store = store
+        self._agreeing = agreeing
         self.counts = Counts()
         self._asks: dict[tuple[str, str], Lease] = {}
         """What is to be asked next. Of each key only the last counts."""
@@ -130,7 +136,7 @@ class Sharing(Listener):
     async def _reach(self) -> None:
         await self._store.open()
         began_ns = self._driver.now_ns()
-        told = await self._store.exchange([], self._told[1])
+        told = await self._exchange([])
         self._counted(began_ns)
         # What was held when it was lost is claimed: it may not know of it any more. Nor of all
         # controllers, before they are back, too.
@@ -157,7 +163,7 @@ class Sharing(Listener):
         self._forget(began_ns)
         asks = [*_leaving(leaves), *(self._ask(lease, began_ns) for lease in leases)]
         try:
-            told = await self._store.exchange(asks, self._told[1])
+            told = await self._exchange(asks)
         except StoreError:
             self._leaves = {**leaves, **self._leaves}
             raise
@@ -167,6 +173,18 @@ class Sharing(Listener):
         for lease, ask, answer in answers:
             lasts_ms = ask.lasts_ms if type(ask) is Quota else LEASE_MS
             self._answered(lease, answer, began_ns + lasts_ms * NS_PER_MS)
+
+    async def _exchange(self, asks: list[Ask]) -> Told:
+        agreeing = self._agreeing
+        if agreeing is None:
+            return await self._store.exchange(asks, self._told[1])
+        own = agreeing.own()
+        told = await self._store.exchange(asks, self._told[1], own)
+        trouble = agreeing.heard(self._driver.now_ns(), own, told.runs, told.controllers)
+        self.counts.differ = agreeing.differ
+        if trouble:
+            self._driver.trouble("policies", trouble)
+        return told
 
     def _ask(self, lease: Lease, now_ns: int) -> Ask:
         held = self._held.get((lease.kind, lease.name))

@@ -82,6 +82,8 @@ class Told(NamedTuple):
     controllers: int
     """That live, this one among them."""
     answers: list[tuple[int, ...] | None]
+    runs: tuple[str, ...] = ()
+    """What each of them runs; who is of a version that does not tell is left out."""
 
 
 class Store:
@@ -119,16 +121,19 @@ class Store:
         hashes = await self._executed(pipe, 2 * ANSWER_S)
         self._scripts = dict(zip(SCRIPTS, hashes, strict=True))
 
-    async def exchange(self, asks: Sequence[Ask], controllers: int) -> Told:
+    async def exchange(self, asks: Sequence[Ask], controllers: int, runs: str = "") -> Told:
         """Say that this controller is there, and ask, in one pipeline.
+
+        Args:
+            runs: what it decides by, to be compared.
 
         Raises:
             StoreError: there was no answer in time, or an error; what of it was done is not known.
         """
         pipe = self._client.pipeline(transaction=False)
-        self._beat(pipe, here=True)
+        self._beat(pipe, here=True, runs=runs)
         parts = self._ask(pipe, asks, controllers)
-        alive, *found = await self._executed(pipe, ANSWER_S)
+        (alive, *all_runs), *found = await self._executed(pipe, ANSWER_S)
         answers: list[tuple[int, ...] | None] = [None] * len(asks)
         for part, many in zip(parts, found, strict=True):
             kind = type(asks[part[0]])
@@ -139,7 +144,7 @@ class Store:
                 for at, answer in zip(part, many, strict=True):
                     if answer:
                         answers[at] = tuple(1_000_000 * int(age) for age in answer[1:])
-        return Told(int(alive), answers)
+        return Told(int(alive), answers, tuple(each.decode(errors="replace") for each in all_runs))
 
     async def leave(self, asks: Sequence[Ask], last: bool = True) -> None:
         """Give back what is held, and at the ``last`` go: others need not wait until it lapses.
@@ -161,9 +166,9 @@ class Store:
 
     # ---- the scripts ----
 
-    def _beat(self, pipe: Any, here: bool) -> None:
-        args = [self.id, int(here), GONE_MS, SILENCE_MS, CALM_MS]
-        self._call(pipe, "beat", [ALIVE, CALM], args)
+    def _beat(self, pipe: Any, here: bool, runs: str = "") -> None:
+        args = [self.id, int(here), GONE_MS, SILENCE_MS, CALM_MS, runs]
+        self._call(pipe, "beat", [ALIVE, CALM, RUNS], args)
 
     def _ask(self, pipe: Any, asks: Sequence[Ask], controllers: int) -> list[list[int]]:
         """One call for many of a kind: places in ``asks``, by call. Sessions are left first: one of
@@ -222,6 +227,7 @@ class Store:
 
 ALIVE = f"{PREFIX}alive"
 CALM = f"{PREFIX}calm"
+RUNS = f"{PREFIX}runs"
 
 
 def _key(kind: str, name: str) -> str:
