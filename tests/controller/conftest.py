@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from controller.telemetry import spans, webhook
 from tests.controller.processes import Controllers, Twin, twin_process
 
 if TYPE_CHECKING:
@@ -61,4 +62,12 @@ def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/alerts", told
         server.shutdown()
-        thread.join(5)
+        thread.join(60)
+
+
+@pytest.fixture
+def patient_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its end a controller waits for who takes its spans and alerts, however busy they are."""
+    monkeypatch.setattr(spans, "CLOSE_S", 60.0)
+    monkeypatch.setattr(spans, "EXPORT_S", 60.0)
+    monkeypatch.setattr(webhook, "CLOSE_S", 60.0)

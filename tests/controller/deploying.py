@@ -253,7 +253,7 @@ def stages(row: dict[str, Any]) -> list[str]:
     return [step["stage"] for step in row["steps"]]
 
 
-def until(controller: Controller, number: int, *wanted: str, within_s: float = 30.0) -> Any:
+def until(controller: Controller, number: int, *wanted: str, within_s: float = 120.0) -> Any:
     """Wait until a deployment has come to one of these stages; it."""
 
     def there() -> Any:

@@ -1,12 +1,21 @@
-"""Callers of two controllers that share a Redis, and what they were told."""
+"""Callers of two controllers that share a Redis, and what they were told.
+
+``python -m tests.controller.sharing SETTINGS.json READY.json`` is a controller with the times that
+``PATIENCE`` in its environment gives to what it has of the store, as a JSON document.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from controller.sharing import leases, store
+from controller.sharing.store import Store
+from tests.controller import processes
 from tests.controller.arrivals import mark
 from tests.controller.asking import Answer, ask, chat, session
 from tests.controller.processes import MODEL
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
 
 TOKENS = 4
 DEADLINE_MS = 6_000
+PATIENCE = "PATIENCE"
 PAUSE_S = 0.05
 """Before a caller who was refused, or cut off, tries again."""
 SHED = (429, 503)
@@ -130,7 +140,7 @@ class Crowd:
         return min(ended) - since_s if ended else float("inf")
 
 
-async def settled(controllers: Sequence[Controller], within_s: float = 5.0) -> None:
+async def settled(controllers: Sequence[Controller], within_s: float = 30.0) -> None:
     """Until each of them knows of all, and the calm of the start is over."""
     until_s = time.monotonic() + within_s
     want = f"twinkeel_store_controllers {float(len(controllers))}"
@@ -139,3 +149,24 @@ async def settled(controllers: Sequence[Controller], within_s: float = 5.0) -> N
             assert time.monotonic() < until_s, f"{each.url} does not know of {len(controllers)}"
             await asyncio.sleep(0.1)
     await asyncio.sleep(1.0)
+
+
+# ---- a store on a busy machine ----
+
+
+def patient_store(url: str) -> Store:
+    """One whose shares may be made to last for a minute: else the server takes them for what a
+    clock that was put back has left."""
+    made = Store(url)
+    source = made._sources["quota"]
+    made._sources["quota"] = source.replace(", 3000, 2500\n", ", 3000, 250000\n")
+    assert made._sources["quota"] != source
+    return made
+
+
+if __name__ == "__main__":
+    for name, value in json.loads(os.environ[PATIENCE]).items():
+        for module in (store, leases):
+            if hasattr(module, name):
+                setattr(module, name, value)
+    processes.main()

@@ -22,7 +22,7 @@ from controller.store.folder import alone_in
 from policy.audit import replay
 from policy.log import read_segment
 from policy.parameters import from_canonical
-from tests.controller.processes import MODEL, ROOT, eventually, http, segments
+from tests.controller.processes import MODEL, ROOT, eventually, http, patient, segments
 from tests.controller.wire import relay
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def chat(url: str, **headers: str) -> tuple[int, bytes]:
 
 
 def test_a_policy_put_under_load_rules_is_logged_and_outlives_a_kill(
-    twins: list[Twin], controllers: Controllers
+    twins: list[Twin], controllers: Controllers, tmp_path: Path
 ) -> None:
-    controller = controllers([twin.url for twin in twins])
+    controller = controllers([twin.url for twin in twins], policy=patient(tmp_path))
     answers: list[int] = []
     callers = [
         threading.Thread(target=lambda: answers.extend(chat(controller.url)[0] for _ in range(8)))
@@ -89,10 +89,12 @@ def test_segments_can_be_fetched_and_replayed_while_it_serves(
 
 
 def test_drain_finishes_what_is_open_and_ends_well(
-    twins: list[Twin], controllers: Controllers
+    twins: list[Twin], controllers: Controllers, tmp_path: Path
 ) -> None:
-    controller = controllers([twins[0].url], unready_s=0.5)
-    twins[0].fault("latency", delay_s=1.0)
+    controller = controllers(
+        [twins[0].url], unready_s=5.0, drain_s=60.0, policy=patient(tmp_path)
+    )  # fmt: skip
+    twins[0].fault("latency", delay_s=8.0)
     answers: list[int] = []
     caller = threading.Thread(target=lambda: answers.append(chat(controller.url)[0]))
     caller.start()
@@ -105,7 +107,7 @@ def test_drain_finishes_what_is_open_and_ends_well(
     assert controller.status()["state"] == "draining"
     caller.join()
     assert answers == [200]
-    assert controller.process.wait(15) == 0
+    assert controller.process.wait(60) == 0
 
 
 def test_keys_are_asked_for_and_never_passed_on(
@@ -129,7 +131,8 @@ def test_keys_are_asked_for_and_never_passed_on(
         assert len(asked) == 1  # the refused ones never reached it
         named = {name.lower() for name in asked[0].headers}
         assert "authorization" not in named
-        assert controller.status()["tiers"][0]["calls"] == 1  # P0, by its key: Turbo
+        # P0, by its key: Turbo
+        eventually("it is counted", lambda: controller.status()["tiers"][0]["calls"] == 1)
         assert controller.stop() == 0
     kept = [controller.output, *(path for path in controller.data.rglob("*") if path.is_file())]
     for file in kept:
@@ -191,7 +194,7 @@ def test_the_command_says_what_it_serves_where_and_ends_well(
         assert str(tmp_path / "data" / "admin.token") in said[2]
         assert http("GET", f"{url}/health")[0] == 200
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=60)
         assert (process.returncode, output) == (0, "")
         told = errors.splitlines()
         assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO ", line) for line in told), (
@@ -208,7 +211,7 @@ def one_line(tmp_path: Path, *words: str) -> str:
     upstream = ("--upstream", "http://127.0.0.1:9")
     port = () if "--port" in words else ("--port", "0")
     with command(tmp_path, *upstream, *port, *words) as process:
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (2, "")
     (line,) = errors.splitlines()
     return line
@@ -251,17 +254,20 @@ def test_a_second_controller_on_a_data_folder_is_one_line(tmp_path: Path) -> Non
     assert "--data" in line
 
 
-def test_a_second_signal_cuts_off_what_is_open(twins: list[Twin], controllers: Controllers) -> None:
-    controller = controllers([twins[0].url], drain_s=60.0)
-    twins[0].fault("latency", delay_s=20.0)
+def test_a_second_signal_cuts_off_what_is_open(
+    twins: list[Twin], controllers: Controllers, tmp_path: Path
+) -> None:
+    controller = controllers([twins[0].url], drain_s=120.0, policy=patient(tmp_path))
+    twins[0].fault("latency", delay_s=60.0)
     caller = threading.Thread(target=lambda: _broken_off(controller.url))
     caller.start()
     eventually("it is open", lambda: controller.status()["open_requests"])
     controller.process.send_signal(signal.SIGINT)
+    eventually("it has heard that", lambda: controller.status()["state"] == "draining")
     with pytest.raises(subprocess.TimeoutExpired):
         controller.process.wait(0.7)
     controller.process.send_signal(signal.SIGINT)
-    assert controller.process.wait(5) == 0
+    assert controller.process.wait(20) == 0
     caller.join()
     assert "told again: 1 open requests are cut off" in controller.output.read_text()
 

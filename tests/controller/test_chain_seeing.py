@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from controller.gateway.keys import Entry, add_entry, digest_of
 from controller.telemetry.chain_traces import derived
 from tests.controller.inprocess import serving
-from tests.controller.processes import MODEL, Controllers, http, settings_for
+from tests.controller.processes import MODEL, Controllers, http, patient, settings_for
 from tests.telemetry_servers import Collector, attributes
 from twinkeel import main
 
@@ -34,6 +34,9 @@ TRACE, CALLERS = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 KEY = "twk_a-key-for-tests-of-own-steps"
 PATH = "/v1/chat/completions"
 STEPS = ("plan", "search", "summary")
+BUDGET_S = 60
+BUDGET = f"chains: {{default: {{budget_ms: {BUDGET_S * 1000}}}}}\n"
+pytestmark = pytest.mark.usefixtures("patient_telemetry")
 OWN = {
     "step": "db_query", "took_ms": 40, "began_ago_ms": 41.5,
     "attributes": {"rows": 42, "similarity": 0.83, "index": "orders", "cached": False},
@@ -82,10 +85,14 @@ async def ask(session: aiohttp.ClientSession, running: Running, path: str) -> tu
 
 
 def seen_of(urls: list[str], folder: Path, traceparent: str = "", share: float = 1.0) -> Seen:
+    folder.mkdir(exist_ok=True)
+
     async def run() -> Seen:
         seen = Seen()
         async with Collector() as collector, aiohttp.ClientSession() as session:
-            settings = settings_for(urls, folder, otlp=collector.url, span_share=share)
+            settings = settings_for(
+                urls, folder, otlp=collector.url, span_share=share, policy=patient(folder, BUDGET)
+            )
             async with serving(settings) as running:
                 await play(session, running.url, traceparent, seen)
                 status, seen.chain = await ask(session, running, "/chains/c-1")
@@ -137,8 +144,8 @@ def test_a_chain_is_one_trace_and_is_shown_step_by_step(twins: list[Twin], tmp_p
 
     chain = seen.chain
     assert (chain["trace_id"], chain["user"], chain["line"]) == (trace, "ann", "shop")
-    assert (chain["budget_s"], chain["over"], chain["partial"]) == (8.0, False, False)
-    assert 0 < chain["left_s"] < 8
+    assert (chain["budget_s"], chain["over"], chain["partial"]) == (BUDGET_S, False, False)
+    assert 0 < chain["left_s"] < BUDGET_S
     steps = chain["steps"]
     assert [(s["step"], s["external"]) for s in steps] == [
         ("plan", False), ("search", False), ("db_query", True), ("summary", False),
@@ -194,7 +201,9 @@ def test_trace_show_prints_the_waterfall(twins: list[Twin], tmp_path: Path) -> N
     """From the data folder and by the admin API, while it serves and when it does not."""
     seen = Seen()
     outputs: list[str] = []
-    settings = settings_for([twins[0].url], tmp_path, sample_share=1.0)
+    settings = settings_for(
+        [twins[0].url], tmp_path, sample_share=1.0, policy=patient(tmp_path, BUDGET)
+    )
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session, serving(settings) as running:
@@ -226,7 +235,7 @@ def test_trace_show_prints_the_waterfall(twins: list[Twin], tmp_path: Path) -> N
     assert lines[0] == "chain c-1 of ann, line shop"
     assert lines[1] == f"trace {seen.chain['trace_id']}"
     assert f"4 steps in {max(s['ended_s'] for s in seen.chain['steps']):.3f} s" in lines[2]
-    assert f"{seen.chain['left_s']:.3f} s of 8 s were left" in lines[2]
+    assert f"{seen.chain['left_s']:.3f} s of {BUDGET_S} s were left" in lines[2]
     bars = {name: next(at for at in lines if at.startswith(name)) for name in (*STEPS, "db_query")}
     assert all("#" in bars[name] for name in STEPS)  # decoding
     assert "~" in bars["db_query"]
@@ -246,8 +255,10 @@ def test_trace_show_prints_the_waterfall(twins: list[Twin], tmp_path: Path) -> N
     assert "of bob is known; the youngest are: c-1 of ann" in unknown.output
 
 
-def test_a_chain_outlives_its_controller(twins: list[Twin], controllers: Controllers) -> None:
-    controller = controllers([twins[0].url])
+def test_a_chain_outlives_its_controller(
+    twins: list[Twin], controllers: Controllers, tmp_path: Path
+) -> None:
+    controller = controllers([twins[0].url], policy=patient(tmp_path, BUDGET))
     head = {"x-twinkeel-chain": "c-1", "x-twinkeel-user": "ann"}
     body = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
 

@@ -12,7 +12,14 @@ import pytest
 from controller.store.checkpoints import NewCheckpoint, SqliteCheckpoints
 from policy.decisions import Undo
 from policy.events import ChainFound
-from tests.controller.processes import MODEL, Controllers, eventually, http, twin_process
+from tests.controller.processes import (
+    MODEL,
+    PATIENT,
+    Controllers,
+    eventually,
+    http,
+    twin_process,
+)
 from tests.redis_server import redis_server
 
 if TYPE_CHECKING:
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.controller.processes import Controller, Twin
 
-POLICY = "schema: 1\nname: chains\nchains: {default: {budget_ms: 60000}}\n"
+POLICY = f"{PATIENT}chains: {{default: {{budget_ms: 60000}}}}\n"
 
 
 @pytest.fixture
@@ -114,10 +121,10 @@ def test_a_chain_that_the_policy_has_forgotten_is_still_in_the_store(
 ) -> None:
     """Its name begins no other chain, whose steps would be answered from this one's checkpoints."""
     path = tmp_path / "brief.yaml"
-    path.write_text(POLICY.replace("60000}", "1000}, keep_ms: 200"))
+    path.write_text(POLICY.replace("budget_ms: 60000}", "budget_ms: 5000}, keep_ms: 200"))
     one = controllers([twin.url], policy=str(path))
     plan, act = step(one, "plan"), step(one, "act")
-    time.sleep(1.5)
+    time.sleep(5.2)
     sent = twin.state()["requests"]
     late = step(one, "sum")["twinkeel"]
     assert late["degraded"] == "chain_budget"
@@ -133,11 +140,11 @@ def test_steps_after_the_checkpoint_that_is_resumed_run_again(
     controllers: Controllers, twin: Twin, tmp_path: Path
 ) -> None:
     path = tmp_path / "short.yaml"
-    path.write_text(POLICY.replace("60000", "1500"))
+    path.write_text(POLICY.replace("budget_ms: 60000", "budget_ms: 5000"))
     one = controllers([twin.url], policy=str(path))
     plan = step(one, "plan")["twinkeel"]["checkpoint_id"]
     step(one, "act")
-    time.sleep(1.6)
+    time.sleep(5.2)
     late = step(one, "sum")
     assert late["twinkeel"]["degraded"] == "chain_budget"
     sent = twin.state()["requests"]
@@ -159,7 +166,7 @@ def test_a_store_that_is_gone_costs_no_answer(
         redis.pause()
         begun_s = time.monotonic()
         assert step(one, "act")["choices"]
-        assert time.monotonic() - begun_s < 5.0
+        assert time.monotonic() - begun_s < 20.0
         redis.resume()
         eventually(
             "steps are kept again",

@@ -50,7 +50,7 @@ def run(test: Callable[[Core], Awaitable[None]], *servers: Server, **options: An
     """Let ``test`` use a controller before these servers, and check its books."""
 
     async def main() -> None:
-        async with asyncio.timeout(18), core(*servers, **options) as running:
+        async with asyncio.timeout(60), core(*servers, **options) as running:
             await test(running)
 
     uvloop.run(main())
@@ -470,7 +470,7 @@ def test_a_caller_that_leaves_is_taken_off_its_server() -> None:
             await asyncio.sleep(0.05)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        await running.until(lambda: gone == 2, 1.0)
+        await running.until(lambda: gone == 2)
         await running.until(lambda: len(running.heard.outcomes) == 2)
         assert len(running.events(Cancelled)) == 2
         assert [settled.outcome for _, settled in running.heard.outcomes] == ["cancelled"] * 2
@@ -513,16 +513,16 @@ def test_a_caller_that_reads_no_more_is_let_go(taken: int) -> None:
         loop = asyncio.get_running_loop()
         with await stalled_caller(running, chat(stream=True)) as caller:
             blocked = running.driver.streams.blocked
-            await running.until(lambda: blocked.get(0), 3.0)
+            await running.until(lambda: blocked.get(0), 20.0)
             left = taken
             while left > 0:
                 left -= len(await loop.sock_recv(caller, min(left, 65_536)))
                 await asyncio.sleep(0)
-            await running.until(lambda: blocked.get(0), 3.0)
-            await running.until(lambda: not running.driver.open, 4.0)
+            await running.until(lambda: blocked.get(0), 20.0)
+            await running.until(lambda: not running.driver.open, 20.0)
         assert [each.outcome for each in running.outcomes()] == ["cancelled"]
 
-    run(test, Server(flood), limits=Limits(unread_s_most=0.7), policy=ALONE)
+    run(test, Server(flood), limits=Limits(unread_s_most=3.0), policy=ALONE)
 
 
 async def stalled_caller(running: Core, document: dict[str, Any]) -> socket.socket:
@@ -553,7 +553,7 @@ def test_a_caller_that_does_not_read_the_end_is_let_go() -> None:
         begun.append(running)
         with await stalled_caller(running, chat(stream=True)):
             await running.until(running.outcomes)
-            await running.until(lambda: not running.driver.open, 4.0)
+            await running.until(lambda: not running.driver.open, 20.0)
         assert len(running.outcomes()) == 1
 
     run(test, Server(script), limits=Limits(unread_s_most=0.5), policy=ALONE)
@@ -563,7 +563,7 @@ def test_a_caller_that_does_not_read_a_whole_answer_is_let_go() -> None:
     async def test(running: Core) -> None:
         with await stalled_caller(running, chat()):
             await running.until(running.outcomes)
-            await running.until(lambda: not running.driver.open, 4.0)
+            await running.until(lambda: not running.driver.open, 20.0)
 
     server = saying(whole("y" * 20_000_000))
     run(test, server, limits=Limits(unread_s_most=0.5), policy=ALONE)
@@ -595,11 +595,11 @@ def test_silence_is_filled_with_comments_between_whole_events() -> None:
     async def script(_: Question, line: Line) -> None:
         await line.head()
         first = ROLE + delta("a")
-        await asyncio.sleep(0.35)
+        await asyncio.sleep(0.8)
         await line.part(first[:40])
-        await asyncio.sleep(0.35)
+        await asyncio.sleep(0.8)
         await line.part(first[40:])
-        await asyncio.sleep(0.35)
+        await asyncio.sleep(0.8)
         await line.part(delta(None, "stop") + DONE)
         await line.end()
 
@@ -616,7 +616,7 @@ def test_silence_is_filled_with_comments_between_whole_events() -> None:
 
 def test_a_failure_after_a_comment_is_told_in_the_stream_or_goes_elsewhere() -> None:
     async def slow_failure(_: Question, line: Line) -> None:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(2.6)
         await line.whole({"error": {"message": "boom"}}, 500)
 
     async def test(running: Core) -> None:
@@ -911,7 +911,7 @@ def test_a_stream_that_its_chains_budget_ends_says_so() -> None:
         # A clean end with nothing more would look like a whole answer.
         assert b"chain_budget" in got.events[-1] or b"chain_budget" in got.events[-2]
 
-    budget = {"chains": {"default": {"budget_ms": 600}}}
+    budget = {"chains": {"default": {"budget_ms": 3000}}}
     run(test, Server(script), policy=ALONE | budget)
 
 
@@ -1135,18 +1135,19 @@ def test_a_second_run_on_a_server_that_goes_down_is_given_up() -> None:
     script = doubtful(None)
     servers = Server(script), Server(script)
 
+    def seconds_at() -> list[int]:
+        return [
+            number for number, server in enumerate(servers)
+            if any("-second" in each.headers["x-request-id"] for each in server.questions)
+        ]  # fmt: skip
+
     async def test(running: Core) -> None:
         task: asyncio.Task[Got] | None = None
         at: list[int] = []
         while not at:
             task = asyncio.create_task(post(running.url, chat()))
-            await asyncio.sleep(0.1)
-            at = [
-                number
-                for number, server in enumerate(servers)
-                if any("-second" in each.headers["x-request-id"] for each in server.questions)
-            ]
-            assert at or task.done()
+            await running.until(lambda task=task: task.done() or seconds_at())
+            at = seconds_at()
         assert task is not None
         running.down(at[0])
         async with asyncio.timeout(8):

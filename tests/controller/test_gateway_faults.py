@@ -10,11 +10,15 @@ import pytest
 
 from tests.controller.asking import CHAT, Answer, ask, ask_all, chat, session
 from tests.controller.inprocess import story_of
-from tests.controller.processes import MODEL, Twin
+from tests.controller.processes import MODEL, PATIENT, Twin
+from tests.controller.turns import Turns
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+STALL_S = 5.0
+"""Longer than a server stands still that has to wait for a processor."""
+NOTICING = PATIENT.replace("30000, stall_ms: 30000", "5000, stall_ms: 5000")
 CUT = {"stream_cut", "replica_lost"}
 BEFORE = [
     ("http_500", {}, {"http_5xx"}),
@@ -40,11 +44,19 @@ MIDWAY = [
 ]
 
 
+@pytest.fixture
+def noticing(tmp_path: Path) -> str:
+    """A policy that takes nobody for silent who is only slow."""
+    path = tmp_path / "noticing.yaml"
+    path.write_text(NOTICING)
+    return str(path)
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize(("kind", "how", "expected"), BEFORE, ids=[each[0] for each in BEFORE])
 def test_before_the_first_byte_it_is_tried_elsewhere(
-    twins: list[Twin], tmp_path: Path, kind: str, how: dict[str, Any], expected: set[str],
-    stream: bool,
+    twins: list[Twin], tmp_path: Path, noticing: str, kind: str, how: dict[str, Any],
+    expected: set[str], stream: bool,
 ) -> None:  # fmt: skip
     answers: list[Answer] = []
 
@@ -53,7 +65,7 @@ def test_before_the_first_byte_it_is_tried_elsewhere(
         asked = chat(MODEL, "a story", 8, stream=stream)
         answers.extend(await ask_all(url, [asked] * 2))  # one to each
 
-    story = story_of([twin.url for twin in twins], tmp_path, play)
+    story = story_of([twin.url for twin in twins], tmp_path, play, policy=noticing)
     assert [answer.status for answer in answers] == [200] * 2, [each.body for each in answers]
     for answer in answers:
         assert answer.good
@@ -61,26 +73,34 @@ def test_before_the_first_byte_it_is_tried_elsewhere(
     assert story.kinds(0), "nothing was ever sent to the faulty replica"
     assert story.kinds(0) <= expected
     assert not story.kinds(1)
-    tries = [request.tries for request in story.requests.values()]
-    assert sorted(tries) == [[0, 1], [1]]
+    tries = sorted(request.tries for request in story.requests.values())
+    # The first may have come back before the second is placed, which may go there, too, then.
+    assert tries in ([[0, 1], [1]], [[0, 1], [0, 1]])
 
 
 @pytest.mark.parametrize(("kind", "expected"), MIDWAY, ids=[each[0] for each in MIDWAY])
 def test_after_the_first_byte_the_caller_is_told_inside_the_stream(
-    twins: list[Twin], tmp_path: Path, kind: str, expected: set[str]
+    twins: list[Twin], tmp_path: Path, noticing: str, kind: str, expected: set[str]
 ) -> None:
     answers: list[Answer] = []
 
     async def play(url: str) -> None:
         twins[0].fault(kind, after_tokens=5)
-        answers.extend(await ask_all(url, [chat(MODEL, "a story", 60)] * 4))
+        for _ in range(10):
+            answers.extend(await ask_all(url, [chat(MODEL, "a story", 60)] * 4))
+            if {answer.good for answer in answers} == {True, False}:
+                break
 
-    story = story_of([twin.url for twin in twins], tmp_path, play)
+    with Turns() as turns:
+        story = story_of([twin.url for twin in twins], tmp_path, play, policy=noticing)
     seen: set[int] = set()
     for answer in answers:
         assert answer.status == 200
         assert answer.text, "the first tokens came before it broke"
         request = story.requests[int(answer.headers["x-twinkeel-request"])]
+        if kind == "reset" and request.tries == [0, 1]:
+            assert answer.good  # a reset takes along what was not read yet: it had not begun
+            continue
         seen.add(request.tries[0])
         if request.tries == [1]:
             assert answer.good
@@ -91,14 +111,14 @@ def test_after_the_first_byte_the_caller_is_told_inside_the_stream(
         assert not answer.done, "it must not look like a whole answer"
         assert "error" in answer.chunks[-1], "nothing follows the error"
         assert request.settled[0].outcome == "failed"
-        assert answer.e2e_s < 4.0
+        assert turns.between(answer.sent_s, answer.ended_s) < STALL_S + 2.0
     assert seen == {0, 1}
     assert story.kinds(0) <= expected
     assert not story.kinds(1)
 
 
 def test_errors_of_the_caller_are_passed_on_and_count_for_nothing(
-    twins: list[Twin], tmp_path: Path
+    twins: list[Twin], tmp_path: Path, noticing: str
 ) -> None:
     async def play(url: str) -> None:
         for twin in twins:
@@ -111,7 +131,7 @@ def test_errors_of_the_caller_are_passed_on_and_count_for_nothing(
         good = await ask_all(url, [chat(MODEL, "!", 4, stream=False)] * 40)
         assert all(answer.good for answer in good)
 
-    story = story_of([twin.url for twin in twins], tmp_path, play)
+    story = story_of([twin.url for twin in twins], tmp_path, play, policy=noticing)
     assert not story.rotated
     assert not story.breakers
     assert all(len(request.tries) == 1 for request in story.requests.values())
@@ -132,7 +152,9 @@ def test_a_whole_fleet_that_fails_is_told_as_an_error_of_openais_shape(
     story_of([twin.url for twin in twins], tmp_path, play)
 
 
-def test_headers_are_held_until_the_first_chunk(twins: list[Twin], tmp_path: Path) -> None:
+def test_headers_are_held_until_the_first_chunk(
+    twins: list[Twin], tmp_path: Path, noticing: str
+) -> None:
     async def play(url: str) -> None:
         twins[0].fault("latency", delay_s=0.8)
         (answer,) = await ask_all(url, [chat(MODEL, "?", 4)])
@@ -140,14 +162,14 @@ def test_headers_are_held_until_the_first_chunk(twins: list[Twin], tmp_path: Pat
         assert answer.headers_s - answer.sent_s >= 0.8
         assert not answer.comments
 
-    story_of([twins[0].url], tmp_path, play)
+    story_of([twins[0].url], tmp_path, play, policy=noticing)
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [("latency", {"delay_s": 1.3}), ("slow", {"factor": 120})]
+    ("kind", "how"), [("latency", {"delay_s": 4.0}), ("slow", {"factor": 120})]
 )
 def test_silence_is_broken_by_comments(
-    twins: list[Twin], tmp_path: Path, kind: str, how: dict[str, Any]
+    twins: list[Twin], tmp_path: Path, noticing: str, kind: str, how: dict[str, Any]
 ) -> None:
     """Before the first token, and between tokens."""
 
@@ -155,17 +177,19 @@ def test_silence_is_broken_by_comments(
         twins[0].fault(kind, **how)
         times = [time.monotonic()]
         parts: list[bytes] = []
-        asked = chat(MODEL, "?", 4)
-        async with session() as client, client.post(f"{url}{CHAT}", json=asked) as got:
-            async for part in got.content.iter_any():
-                times.append(time.monotonic())
-                parts.append(part)
+        asked = chat(MODEL, "?", 6)
+        with Turns() as turns:
+            async with session() as client, client.post(f"{url}{CHAT}", json=asked) as got:
+                async for part in got.content.iter_any():
+                    times.append(time.monotonic())
+                    parts.append(part)
         answer = Answer(200, {"Content-Type": "text/event-stream"}, b"".join(parts), clean=True)
         assert len(answer.comments) >= 3
         assert answer.good
-        assert max(after - before for before, after in pairwise(times)) <= 0.3 + 0.2
+        pauses_s = [turns.between(before, after) for before, after in pairwise(times)]
+        assert max(pauses_s) <= 0.3 + 0.2
 
-    story_of([twins[0].url], tmp_path, play, limits={"comment_s": 0.3})
+    story_of([twins[0].url], tmp_path, play, policy=noticing, limits={"comment_s": 0.3})
 
 
 def test_the_first_comment_comes_within_15_s_by_default(twins: list[Twin], tmp_path: Path) -> None:
@@ -174,11 +198,13 @@ def test_the_first_comment_comes_within_15_s_by_default(twins: list[Twin], tmp_p
 
     async def play(url: str) -> None:
         twins[0].fault("latency", delay_s=15.6)
-        async with session() as client:
-            deadline = {"x-twinkeel-deadline-ms": "60000"}
-            answer = await ask(client, url, chat(MODEL, "?", 4), deadline)
+        with Turns() as turns:
+            async with session() as client:
+                deadline = {"x-twinkeel-deadline-ms": "60000"}
+                answer = await ask(client, url, chat(MODEL, "?", 4), deadline)
         assert answer.good
         assert len(answer.comments) == 1
-        assert 9.0 <= answer.headers_s - answer.sent_s <= 15.2
+        assert answer.headers_s - answer.sent_s >= 9.0
+        assert turns.between(answer.sent_s, answer.headers_s) <= 15.2
 
     story_of([twins[0].url], tmp_path, play, policy=str(policy))

@@ -77,7 +77,7 @@ def run(
     test: Callable[[Core], Awaitable[None]], *servers: Server, embedded: bool = False, **how: Any
 ) -> None:
     async def main() -> None:
-        async with asyncio.timeout(18):
+        async with asyncio.timeout(60):
             if not embedded:
                 async with core(*servers, **how) as running:
                     await test(running)

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from controller.cli import make_settings
+from controller.sharing import leases as leasing
 from controller.sharing import store as storing
 from controller.sharing.leases import Sharing
-from controller.sharing.store import ALIVE, CALM, Store, shown
+from controller.sharing.store import ALIVE, CALM, shown
 from policy.decisions import Lease, Release
 from policy.events import QuotaLeased, ReplicaShare, ReplicaUp, SessionOwned, StoreChanged
 from policy.files import FileError
+from tests.controller.sharing import patient_store
+from tests.controller.turns import Turns
 from tests.redis_server import RedisServer, redis_server
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 E = TypeVar("E")
 UP = ReplicaUp(0, "a", (), False, 1, 16, 8, 1024, 4096, (1, 1, 1, 1, 1, 1), 1, 1)
 GONE = "redis://127.0.0.1:1/0"
+LONG_MS, SHORT_MS = 60_000, 1_500
 
 
 class Policy:
@@ -47,7 +51,7 @@ class Policy:
     def all(self, kind: type[E]) -> list[E]:
         return [each for each in self.events if type(each) is kind]
 
-    async def wait(self, kind: type[E], count: int = 1, within_s: float = 2.0) -> E:
+    async def wait(self, kind: type[E], count: int = 1, within_s: float = 20.0) -> E:
         """The ``count``-th event of this kind."""
         until_s = time.monotonic() + within_s
         while len(self.all(kind)) < count:
@@ -64,9 +68,15 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture(autouse=True)
 def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no lost store, but where that is what is tested."""
-    if "a_store_that" not in request.node.name:
-        monkeypatch.setattr(storing, "ANSWER_S", 3.0)
+    """A busy machine is no lost store, and nothing lapses, but where that is what is tested."""
+    if "not_there" not in request.node.name:
+        for module in (storing, leasing):
+            monkeypatch.setattr(module, "ANSWER_S", 10.0)
+            monkeypatch.setattr(module, "LEASE_MS", LONG_MS)
+        monkeypatch.setattr(leasing, "SHARE_MS", LONG_MS)
+        monkeypatch.setattr(leasing, "SHARE_MS_MOST", LONG_MS)
+        monkeypatch.setattr(storing, "GONE_MS", LONG_MS)
+        monkeypatch.setattr(storing, "SILENCE_MS", LONG_MS)
 
 
 def play(url: str, controllers: int, story: Callable[..., Coroutine[Any, Any, None]]) -> None:
@@ -77,7 +87,7 @@ def play(url: str, controllers: int, story: Callable[..., Coroutine[Any, Any, No
 
         policies = [Policy() for _ in range(controllers)]
         for each in policies:
-            each.sharing = Sharing(each, Store(url))  # type: ignore[arg-type]
+            each.sharing = Sharing(each, patient_store(url))  # type: ignore[arg-type]
             await each.sharing.begin()
         if url != GONE:
             async with Redis.from_url(url) as plain:
@@ -105,22 +115,32 @@ def test_questions_are_answered_and_their_time_is_taken_off(server: RedisServer)
         two.sharing.run(Lease("session", "t"))
         first = await one.wait(QuotaLeased)
         assert (first.kind, first.name, first.per_s, first.in_flight) == ("user", "u", 5, 2)
-        assert 0 < first.for_ns < 600_000_000
+        assert 0 < first.for_ns < LONG_MS * 1_000_000
         owned = await one.wait(SessionOwned)
         assert owned.session == "s"
-        assert 900_000_000 < owned.for_ns < 1_500_000_000
+        assert 0 < owned.for_ns < LONG_MS * 1_000_000
         assert len(one.all(QuotaLeased)) == 2
         two.sharing.run(Lease("session", "s"))
         assert await two.wait(SessionOwned, 2) == SessionOwned("s", 0)
-        one.sharing.run(Release("s", (500_000_000, 3_000_000)))
-        one.sharing.run(Lease("session", "s"))
-        ages_ns = (await one.wait(SessionOwned, 2)).spent_ages_ns
-        assert ages_ns[0] >= 500_000_000 > ages_ns[1] >= 3_000_000
+        count, ages_ns = 1, ()
+        while len(ages_ns) < 2:  # what is a second old is told no more: it may have taken so long
+            count += 1
+            assert count < 20
+            one.sharing.run(Release("s", (500_000_000, 3_000_000)))
+            one.sharing.run(Lease("session", "s"))
+            ages_ns = (await one.wait(SessionOwned, count)).spent_ages_ns
+        assert ages_ns[0] >= 500_000_000
+        assert 3_000_000 <= ages_ns[1] == ages_ns[0] - 497_000_000
 
     play(server.url, 2, story)
 
 
-def test_one_that_stood_still_takes_no_share_that_has_run_out(server: RedisServer) -> None:
+def test_one_that_stood_still_takes_no_share_that_has_run_out(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LEASE_MS", "SHARE_MS", "SHARE_MS_MOST"):
+        monkeypatch.setattr(leasing, name, 1_500)
+
     async def story(one: Policy) -> None:
         one.sharing.run(Lease("user", "u", 10, 4))
         one.sharing.run(Lease("session", "s"))
@@ -161,14 +181,15 @@ def test_many_sessions_are_taken_and_left_in_parts(server: RedisServer) -> None:
             before = len(each.all(SessionOwned))
             for name in names:
                 each.sharing.run(Lease("session", name))
-            await each.wait(SessionOwned, before + len(names), 5.0)
+            await each.wait(SessionOwned, before + len(names))
             assert all(owned.for_ns for owned in each.all(SessionOwned))
             for name in names:
                 each.sharing.run(Release(name))
             each.sharing.run(Lease("session", names[-1]))  # wanted again: it waits for its leaving
             assert (await each.wait(SessionOwned, before + len(names) + 1)).for_ns
             each.sharing.run(Release(names[-1]))
-            await asyncio.sleep(0.2)
+            each.sharing.run(Lease("session", f"after {before}"))  # what is left goes out first
+            await each.wait(SessionOwned, before + len(names) + 2)
         assert not one.troubles
 
     play(server.url, 2, story)
@@ -186,17 +207,20 @@ def test_a_share_that_was_cut_is_another_s_a_second_after_it_was_heard_of(
         one.sharing.run(Lease("user", "u", 5))
         cut = await one.wait(QuotaLeased, 3)
         assert cut.per_s in (2, 3)
+        asked_s = hears_s = time.monotonic()
         one.sharing.run(Lease("user", "u", 5))  # as the policy does at once
         again = await one.wait(QuotaLeased, 4)
         assert again.per_s == cut.per_s
+        heard_s = time.monotonic()
         count = 1
         while (found := two.all(QuotaLeased)[-1].per_s) == 0:
-            count += 1
+            assert asked_s - heard_s < 1.0, "more than a second after the first had heard of it"
+            count, asked_s = count + 1, time.monotonic()
             two.sharing.run(Lease("user", "u", 5))
             await two.wait(QuotaLeased, count)
             one.sharing.run(Lease("user", "u", 5))
             await asyncio.sleep(0.1)
-        assert 9 <= count <= 20, "a second after the first had heard of it"
+        assert time.monotonic() - hears_s > 0.99, "its window was not over"
         assert found == 5 - cut.per_s
 
     play(server.url, 2, story)
@@ -233,14 +257,13 @@ def test_at_the_end_all_is_given_back(server: RedisServer) -> None:
         call: Any = SimpleNamespace(asked=asked, dispatched_ns=one.now_ns())
         one.sharing.dispatched(call)
         await one.sharing.close()
-        began_s = time.monotonic()
         two.sharing.run(Lease("session", "s"))
         two.sharing.run(Lease("all", "", 0, 8))
         owned = await two.wait(SessionOwned)
         assert owned.for_ns > 0
         assert len(owned.spent_ages_ns) == 1, "what went on there counts here"
         assert (await two.wait(QuotaLeased)).in_flight in (4, 8)
-        assert time.monotonic() - began_s < 0.3
+        # Nothing lapses within this test: that two has it is by what was given back.
         assert await two.wait(StoreChanged, 2) == StoreChanged("shared", 1)
         one.sharing.run(Lease("session", "s"))  # nothing is asked any more
 
@@ -256,7 +279,7 @@ def test_at_the_end_what_is_under_way_is_waited_for(
         async with Redis.from_url(server.url) as plain:
             for turns in range(10):
                 one = Policy()
-                one.sharing = Sharing(one, Store(server.url))  # type: ignore[arg-type]
+                one.sharing = Sharing(one, patient_store(server.url))  # type: ignore[arg-type]
                 await one.sharing.begin()
                 for number in range(200):
                     one.sharing.run(Lease("user", f"u{number}", 10))
@@ -270,32 +293,52 @@ def test_at_the_end_what_is_under_way_is_waited_for(
 
 
 @pytest.mark.parametrize("how", ["paused", "killed"])
-def test_a_store_that_goes_and_comes_back(server: RedisServer, how: str) -> None:
+def test_a_store_that_goes_and_comes_back(
+    server: RedisServer, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it takes to notice is counted in this process's own turns: others may have the
+    processors for longer than a store has to answer."""
+
     async def story(one: Policy, two: Policy) -> None:
         one.sharing.run(Lease("session", "s"))
         one.sharing.run(Lease("user", "u", 5))
         await one.wait(SessionOwned)
         one.sharing.run(Lease("user", "u", 5))
         assert (await one.wait(QuotaLeased, 2)).per_s == 5
-        since_s = time.monotonic()
+        for name in ("SHARE_MS", "SHARE_MS_MOST"):
+            monkeypatch.setattr(leasing, name, SHORT_MS)
+        monkeypatch.setattr(storing, "LEASE_MS", SHORT_MS)
+        await _asked_again(one, two)  # nothing in the store lasts longer
+        monkeypatch.setattr(storing, "ANSWER_S", 0.25)
+        monkeypatch.setattr(storing, "SILENCE_MS", 1_000)
+        monkeypatch.setattr(storing, "CALM_MS", LONG_MS)
+        await _asked_again(one, two)  # no answer is awaited for longer
+        losses = one.sharing.counts.losses
         server.pause() if how == "paused" else server.kill()
-        longest_s = await _loop_stands(1.0)
-        assert one.all(StoreChanged)[-1] == StoreChanged("lost", 2)
-        assert two.all(StoreChanged)[-1] == StoreChanged("lost", 2)
-        assert longest_s < 0.2, "the loop stood still"
+        with Turns() as turns:
+            while not all(each.all(StoreChanged)[-1].state == "lost" for each in (one, two)):
+                assert turns.s < 1.0, "nobody has noticed"
+                await asyncio.sleep(0.01)
+                turns.noted()
+        assert turns.longest_s < 0.2, "the loop stood still"
+        for each in (one, two):
+            assert each.all(StoreChanged)[-1] == StoreChanged("lost", 2)
         assert len(one.troubles) >= 1
         assert server.url.partition("/0")[0] in one.troubles[0]
-        assert one.sharing.counts.losses == 1
+        assert one.sharing.counts.losses == losses + 1
         assert not one.sharing.counts.up
         one.sharing.run(Lease("session", "new"))
-        await asyncio.sleep(max(0.0, since_s + 2.6 - time.monotonic()))  # all leases lapsed
+        await asyncio.sleep(2.6)  # all leases lapsed
+        # From now on it takes as long as it takes: the calm outlasts it.
+        monkeypatch.setattr(storing, "ANSWER_S", 10.0)
+        monkeypatch.setattr(leasing, "CALM_MS", LONG_MS)
+        monkeypatch.setattr(storing, "LEASE_MS", LONG_MS)
+        told = [len(each.all(StoreChanged)) for each in (one, two)]
         server.resume() if how == "paused" else server.start()
-        told = len(two.all(StoreChanged))
-        assert (await two.wait(StoreChanged, told + 1)).state == "shared"
+        for each, before in zip((one, two), told, strict=True):
+            assert (await each.wait(StoreChanged, before + 1)).state == "shared"
         for each in (two, one):  # the other is first
             before = len(each.all(SessionOwned))
-            if each is one:
-                await one.wait(StoreChanged, told + 1)
             each.sharing.run(Lease("session", "s"))
             each.sharing.run(Lease("user", "u", 5))
             assert (await each.wait(SessionOwned, before + 1)).for_ns >= 0
@@ -307,16 +350,23 @@ def test_a_store_that_goes_and_comes_back(server: RedisServer, how: str) -> None
     play(server.url, 2, story)
 
 
-async def _loop_stands(s: float) -> float:
-    """Let so much time pass; how long the loop stood still at most, in s."""
-    until_s, worst_s = time.monotonic() + s, 0.0
-    while (now_s := time.monotonic()) < until_s:
-        await asyncio.sleep(0.01)
-        worst_s = max(worst_s, time.monotonic() - now_s - 0.01)
-    return worst_s
+async def _asked_again(one: Policy, two: Policy) -> None:
+    """Until both have had answers to what they asked from now on."""
+    one.sharing.run(Lease("session", "s"))
+    one.sharing.run(Lease("user", "u", 5))
+    two.sharing.run(Lease("session", "t"))
+    for each in (one, two):
+        for _ in range(2):  # the first may have been asked before
+            before = len(each.all(SessionOwned))
+            each.sharing.run(Lease("session", "s" if each is one else "t"))
+            await each.wait(SessionOwned, before + 1)
 
 
-def test_an_empty_store_is_told_what_was_held(server: RedisServer) -> None:
+def test_an_empty_store_is_told_what_was_held(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "CALM_MS", LONG_MS)
+
     async def story(one: Policy, two: Policy) -> None:
         from redis.asyncio import Redis
 
@@ -327,7 +377,7 @@ def test_an_empty_store_is_told_what_was_held(server: RedisServer) -> None:
         two.sharing.run(Lease("session", "s"))
         one.sharing.run(Lease("session", "s"))
         assert (await one.wait(SessionOwned, 2)).for_ns > 0
-        assert two.all(SessionOwned) == [SessionOwned("s", 0)]
+        assert await two.wait(SessionOwned) == SessionOwned("s", 0)
 
     play(server.url, 2, story)
 
@@ -356,6 +406,8 @@ def test_a_store_that_is_not_there_at_the_start() -> None:
 
 
 def test_what_is_told_to_prometheus(server: RedisServer) -> None:
+    began_s = time.monotonic()
+
     async def story(one: Policy) -> None:
         one.sharing.run(Lease("session", "s"))
         await one.wait(SessionOwned)
@@ -369,7 +421,8 @@ def test_what_is_told_to_prometheus(server: RedisServer) -> None:
         assert values["twinkeel_store_losses_total"] == 0
         assert values["twinkeel_store_leases_total{'kind': 'session'}"] == 1
         assert values["twinkeel_store_round_trip_seconds_count"] >= 2
-        assert 0 < values["twinkeel_store_round_trip_seconds_sum"] < 1
+        took_s = time.monotonic() - began_s
+        assert 0 < values["twinkeel_store_round_trip_seconds_sum"] < took_s
 
     play(server.url, 1, story)
 

@@ -6,11 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import aiohttp
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.telemetry.timing import parse
 from tests.controller.inprocess import serving
-from tests.controller.processes import MODEL, settings_for
+from tests.controller.processes import MODEL, patient, settings_for
 from tests.controller.wire import relay
 from tests.telemetry_servers import Collector, Pager, attributes, until
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 TRACE, CALLERS = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PATH = "/v1/chat/completions"
+pytestmark = pytest.mark.usefixtures("patient_telemetry")
 BODY = {
     "model": MODEL, "max_tokens": 8, "stream": True, "user": "ferdinand",
     "messages": [{"role": "user", "content": "a secret"}],
@@ -31,8 +33,9 @@ def test_one_trace_and_what_the_metrics_say_of_it(twins: list[Twin], tmp_path: P
     async def run() -> tuple[Collector, str, str]:
         async with Collector() as collector, aiohttp.ClientSession() as session:
             settings = settings_for(
-                [wire.url], tmp_path, otlp=collector.url, span_share=0.0, record=False
-            )
+                [wire.url], tmp_path, otlp=collector.url, span_share=0.0, record=False,
+                policy=patient(tmp_path),
+            )  # fmt: skip
             async with serving(settings) as running:
                 for flags in ("01", "00"):
                     headers = {"traceparent": f"00-{TRACE}-{CALLERS}-{flags}"}
@@ -79,8 +82,9 @@ def test_an_alert_reaches_the_webhook(twins: list[Twin], tmp_path: Path) -> None
     async def run() -> Pager:
         async with Pager() as pager, aiohttp.ClientSession() as session:
             settings = settings_for(
-                [twin.url for twin in twins], tmp_path, webhook=pager.url, record=False
-            )
+                [twin.url for twin in twins], tmp_path, webhook=pager.url, record=False,
+                policy=patient(tmp_path),
+            )  # fmt: skip
             async with serving(settings) as running:
                 twins[0].fault(kind="http_500")
 
@@ -98,5 +102,5 @@ def test_an_alert_reaches_the_webhook(twins: list[Twin], tmp_path: Path) -> None
     assert body["cause"]
     assert body["figures"]
     assert body["action"]
-    assert body["policy"] == "stable"
+    assert body["policy"] == "patient"
     assert key

@@ -38,6 +38,7 @@ def test_a_server_that_starts_late_is_found_and_measured(caplog: pytest.LogCaptu
             driver = Driver(replica)
             watcher = Watcher(driver, PROBE_S)
             watcher.start()
+            await driver.until(lambda: bool(lines(caplog)))
             await asyncio.sleep(6 * PROBE_S)
             assert (driver.events, replica.up) == ([], False)
             server.models_status = 503
@@ -96,7 +97,7 @@ def test_a_suspicion_is_looked_into_at_once() -> None:
             await driver.until(lambda: replica.up)
             await server.stop()
             watcher.suspect(replica)
-            await driver.until(lambda: not replica.up, within_s=2.0)
+            await driver.until(lambda: not replica.up, within_s=20.0)  # it looks every 30 s
             await watcher.close()
             assert kinds(driver) == ["ReplicaUp", "down: connection refused"]
 
@@ -166,7 +167,11 @@ def test_a_process_that_was_exchanged_unseen_is_noticed(metrics: str) -> None:
     asyncio.run(main())
 
 
-def test_a_process_that_came_back_between_two_looks_is_noticed() -> None:
+def test_a_process_that_came_back_between_two_looks_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "AGAIN_S", 3.0)  # it comes back before the next look
+
     async def main() -> None:
         async with served() as (server, replica):
             driver = Driver(replica)
@@ -175,7 +180,7 @@ def test_a_process_that_came_back_between_two_looks_is_noticed() -> None:
             await driver.until(lambda: replica.up)
             await server.stop()
             watcher.suspect(replica)
-            await asyncio.sleep(watching.AGAIN_S / 2)
+            await driver.until(lambda: watcher._watches[replica.id].refused == 1)
             server.metrics = page(started=1.7959918e09)
             await server.start()
             await driver.until(lambda: len(driver.events) == 3)
@@ -185,7 +190,11 @@ def test_a_process_that_came_back_between_two_looks_is_noticed() -> None:
     asyncio.run(main())
 
 
-def test_a_short_refusal_of_the_same_process_changes_nothing() -> None:
+def test_a_short_refusal_of_the_same_process_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "AGAIN_S", 3.0)  # it comes back before the next look
+
     async def main() -> None:
         async with served() as (server, replica):
             driver = Driver(replica)
@@ -195,7 +204,7 @@ def test_a_short_refusal_of_the_same_process_changes_nothing() -> None:
             metrics = server.asked["/metrics"]
             await server.stop()
             watcher.suspect(replica)
-            await asyncio.sleep(watching.AGAIN_S / 2)
+            await driver.until(lambda: watcher._watches[replica.id].refused == 1)
             await server.start()
             await driver.until(lambda: server.asked["/metrics"] > metrics)
             await asyncio.sleep(0.1)
