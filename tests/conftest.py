@@ -1,9 +1,10 @@
-"""Where the public traces and step-time tables lie, for plain ``pytest`` as for ``make``; and how
-often a test may be tried."""
+"""What is so for every test: where the public traces and step-time tables lie, for plain ``pytest`` as
+for ``make``, how often it may be tried, and that SIGINT is heard."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ named at the end of the run; all others have one."""
 
 if (SHARED / "traces").is_dir():
     os.environ.setdefault("TWINKEEL_DATA", str(SHARED))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell leaves it so in what it runs in the background, and what tests start would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

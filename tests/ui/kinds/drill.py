@@ -10,6 +10,8 @@ import time
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from tests.ui.kinds.count import GO
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -19,7 +21,7 @@ TAKES_S = 1.0
 
 
 def run(request: dict[str, Any], folder: Path, tell: Callable[[float | None, str], None]) -> None:
-    """``request``: how long it runs (``for_s``)."""
+    """Until there is a file ``go`` in its folder."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(number)
@@ -29,7 +31,8 @@ def run(request: dict[str, Any], folder: Path, tell: Callable[[float | None, str
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
         (folder / "broken").touch()
-        time.sleep(request["for_s"])
+        while not (folder / GO).exists():
+            time.sleep(0.02)
     finally:
         time.sleep(TAKES_S)
         if helper.poll() is None:  # it is needed to take it back
