@@ -1,5 +1,5 @@
-"""What is so for every test: where the public traces and step-time tables lie, for plain ``pytest`` as
-for ``make``, how often it may be tried, and that SIGINT is heard."""
+"""What is so for every test: where the public traces and step-time tables lie, for plain ``pytest``
+as for ``make``, how often it may be tried, and that SIGINT is heard."""
 
 from __future__ import annotations
 
