@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import click
@@ -29,6 +29,8 @@ from policy.files import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from rich.console import Console
 
     from controller.admin.status import Status
     from controller.serve import Running
@@ -549,71 +551,54 @@ def _announce(settings: Settings, running: Running) -> None:
         )
 
 
-# status
+# A controller that runs: where it is found, and how it is asked
+
+
+class Where(NamedTuple):
+    """A controller's admin API."""
+
+    url: str
+    token: str
+
 
 data_option = click.option(
     "--data", type=click.Path(path_type=Path), default=Path(Settings(upstreams=()).data),
     show_default=True, metavar="FOLDER", help="The controller's data folder, if it is here.",
+)  # fmt: skip
+admin_option = click.option(
+    "--admin", default=None, metavar="URL",
+    help=f"The controller's admin API.  [default: as the data folder says, else {ADMIN_URL}]",
 )  # fmt: skip
 token_file_option = click.option(
     "--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
     help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else admin.token in the"
     " data folder.",
 )  # fmt: skip
-"""Where commands that look at a running controller find it, and its token."""
 
 
-@click.command("status")
-@data_option
-@click.option(
-    "--admin", default=None, metavar="URL",
-    help=f"The controller's admin API.  [default: as the data folder says, else {ADMIN_URL}]",
-)  # fmt: skip
-@token_file_option
-@click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
-@click.option("--watch", is_flag=True, help="Again every 2 s, until interrupted.")
-def status(
-    data: Path, admin: str | None, token_file: Path | None, as_json: bool, watch: bool
-) -> None:
-    """Show what a running controller does: replicas, tiers, breakers, hops, outcomes, alerts."""
-    with plain_errors():
-        admin = admin or admin_url(data)
-        check_url(admin, "--admin", "URL", path=False)
-        token = token_for(token_file, data)
-        while True:
-            body = fetch(admin, "/status", token)
-            if as_json:
-                click.echo(body.decode())
-            else:
-                if watch:
-                    click.clear()
-                show(_decoded(body, admin))
-            if not watch:
-                return
-            time.sleep(WATCH_S)
+def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which controller is meant."""
+    for option in (token_file_option, admin_option, data_option):
+        command = option(command)
+    return command
 
 
-def show(current: Status) -> None:
-    """Print a status as tables."""
-    from rich.console import Console
-
-    from controller.admin.show import tables
-
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe: its 80 columns are only a guess
-        console = Console(width=WIDTH)
-    for table in tables(current):
-        console.print(table)
+def where_of(data: Path, admin: str | None, token_file: Path | None) -> Where:
+    """What the options mean."""
+    url = admin_url(data, admin)
+    return Where(url.rstrip("/"), token_for(token_file, data))
 
 
-def admin_url(data: Path) -> str:
-    """Where a controller with this data folder listens, or usually does."""
+def admin_url(data: Path, given: str | None) -> str:
+    """What was given; else where a controller with this data folder listens, or usually does."""
     from controller.admin.token import ADDRESS_FILE
 
     try:
-        return (data / ADDRESS_FILE).read_text(encoding="utf-8").strip()
+        url = given or (data / ADDRESS_FILE).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        return ADMIN_URL
+        url = ADMIN_URL
+    check_url(url, "--admin", "URL", path=False)
+    return url
 
 
 def token_for(file: Path | None, data: Path) -> str:
@@ -647,16 +632,74 @@ def fetch(admin: str, path: str, token: str, missing: bytes | None = None) -> by
     except urllib.error.HTTPError as error:
         with error:
             if error.code == 401:
-                raise BadInput(f"{url}: the admin token is not the controller's") from None
+                raise wrong_token(url) from None
             if error.code == 404 and missing is not None:
                 return missing
             raise BadInput(f"{url}: answered {error.code} ({error.reason})") from None
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise BadInput(
-            f"{url}: no controller answers there ({reason}): give its data folder with --data, or"
-            " its admin API with --admin"
-        ) from None
+        raise no_answer(url, error) from None
+
+
+def wrong_token(url: str) -> BadInput:
+    return BadInput(f"{url}: the admin token is not the controller's")
+
+
+def no_answer(url: str, error: Exception) -> BadInput:
+    reason = getattr(error, "reason", error)
+    return BadInput(
+        f"{url}: no controller answers there ({reason}): give its data folder with --data, or"
+        " its admin API with --admin"
+    )
+
+
+def other_version(url: str, error: Exception) -> BadInput:
+    """It answers something that this version does not know."""
+    return BadInput(f"{url}: is no admin API of this version: {error}")
+
+
+def wide_console(*, highlight: bool = True) -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=highlight)
+    if not console.is_terminal:  # a file or a pipe: its 80 columns are only a guess
+        console = Console(width=WIDTH, highlight=highlight)
+    return console
+
+
+# status
+
+
+@click.command("status")
+@where_options
+@click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
+@click.option("--watch", is_flag=True, help="Again every 2 s, until interrupted.")
+def status(
+    data: Path, admin: str | None, token_file: Path | None, as_json: bool, watch: bool
+) -> None:
+    """Show what a running controller does: replicas, tiers, breakers, hops, outcomes, alerts."""
+    with plain_errors():
+        admin = admin_url(data, admin)
+        token = token_for(token_file, data)
+        while True:
+            body = fetch(admin, "/status", token)
+            if as_json:
+                click.echo(body.decode())
+            else:
+                if watch:
+                    click.clear()
+                show(_decoded(body, admin))
+            if not watch:
+                return
+            time.sleep(WATCH_S)
+
+
+def show(current: Status) -> None:
+    """Print a status as tables."""
+    from controller.admin.show import tables
+
+    console = wide_console()
+    for table in tables(current):
+        console.print(table)
 
 
 def _decoded(body: bytes, admin: str) -> Status:
@@ -665,7 +708,7 @@ def _decoded(body: bytes, admin: str) -> Status:
     try:
         return msgspec.json.decode(body, type=Status)
     except msgspec.DecodeError as error:
-        raise BadInput(f"{admin}: is no admin API of this version: {error}") from error
+        raise other_version(admin, error) from error
 
 
 # keys

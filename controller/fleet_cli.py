@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from controller.cli import (
-    WIDTH,
-    BadInput,
     admin_url,
-    check_url,
     fetch,
+    other_version,
     plain_errors,
-    token_file_option,
     token_for,
+    where_options,
+    wide_console,
 )
-from controller.config import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.group("fleet", help="The servers that a controller runs.")
@@ -26,23 +27,15 @@ def fleet() -> None:
 
 
 @fleet.command("show")
-@click.option(
-    "--data", type=click.Path(path_type=Path), default=Path(Settings().data),
-    show_default=True, metavar="FOLDER", help="The controller's data folder, if it is here.",
-)  # fmt: skip
-@click.option("--admin", default=None, metavar="URL", help="The controller's admin API.")
-@token_file_option
+@where_options
 @click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
 def show(data: Path, admin: str | None, token_file: Path | None, as_json: bool) -> None:
     """Show every slot: what runs there, in which version and state, and why."""
-    from rich.console import Console
-
     from controller.fleet.contract import FleetAnswer
     from controller.fleet.show import table
 
     with plain_errors():
-        admin = admin or admin_url(data)
-        check_url(admin, "--admin", "URL", path=False)
+        admin = admin_url(data, admin)
         body = fetch(admin, "/fleet", token_for(token_file, data))
         if as_json:
             click.echo(body.decode())
@@ -50,8 +43,5 @@ def show(data: Path, admin: str | None, token_file: Path | None, as_json: bool) 
         try:
             answer = msgspec.json.decode(body, type=FleetAnswer)
         except msgspec.DecodeError as error:
-            raise BadInput(f"{admin}: is no admin API of this version: {error}") from error
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe: its 80 columns are only a guess
-        console = Console(width=WIDTH)
-    console.print(table(answer.fleet))
+            raise other_version(admin, error) from error
+    wide_console().print(table(answer.fleet))

@@ -11,9 +11,16 @@ from urllib.parse import quote
 
 import click
 
-from controller.cli import TOKEN_VARIABLE, BadInput, admin_url, check_url, plain_errors, token_for
+from controller.cli import (
+    BadInput,
+    admin_option,
+    data_option,
+    plain_errors,
+    token_file_option,
+    where_of,
+)
 from controller.config import Settings
-from controller.deployment.cli import Where, asked
+from controller.deployment.cli import asked
 
 if TYPE_CHECKING:
     from controller.fleet.reload import ReloadView
@@ -53,14 +60,9 @@ def model() -> None:
               " already, none is needed.")  # fmt: skip
 @click.option("--drain-then-swap", "swap", is_flag=True,
               help="Without standbys: one replica at a time is started anew.")  # fmt: skip
-@click.option("--admin", default=None, metavar="URL",
-              help="The controller's admin API.  [default: as the data folder says]")  # fmt: skip
-@click.option("--data", type=click.Path(path_type=Path), default=Path(Settings().data),
-              show_default=True, metavar="FOLDER",
-              help="The controller's data folder, if it is here.")  # fmt: skip
-@click.option("--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
-              help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else"
-              " admin.token in the data folder.")  # fmt: skip
+@admin_option
+@data_option
+@token_file_option
 def hot_reload(
     name: str, version: str, weights: str, swap: bool,
     admin: str | None, data: Path, token_file: Path | None,
@@ -68,9 +70,7 @@ def hot_reload(
     with plain_errors():
         from controller.fleet.reload import ReloadView
 
-        url = admin or admin_url(data)
-        check_url(url, "--admin", "URL", path=False)
-        where = Where(url.rstrip("/"), token_for(token_file, data))
+        where = where_of(data, admin, token_file)
         path = f"/fleet/models/{quote(name, safe='')}/reload"
         document = {"version": version, "weights": _whole(weights), "swap": swap}
         view = asked(where, path, ReloadView, document)

@@ -10,15 +10,15 @@ import click
 import msgspec
 
 from controller.cli import (
-    WIDTH,
     BadInput,
     admin_url,
-    check_url,
     data_option,
     fetch,
+    other_version,
     plain_errors,
     token_file_option,
     token_for,
+    wide_console,
 )
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def show(
         if local:
             found, recent = _from_file(data, chain, user)
         else:
-            admin = admin or admin_url(data)
-            check_url(admin, "--admin", "URL", path=False)
+            admin = admin_url(data, admin)
             found, recent = _from_admin(admin, token_for(token_file, data), chain, user)
         if found is None:
             raise BadInput(_unknown(chain, user, recent))
@@ -127,7 +126,7 @@ def _from_admin(
             return msgspec.json.decode(body, type=ChainView), []
         return None, msgspec.json.decode(fetch(admin, "/chains", token), type=ChainList).chains
     except msgspec.DecodeError as error:
-        raise BadInput(f"{admin}: is no admin API of this version: {error}") from error
+        raise other_version(admin, error) from error
 
 
 def _unknown(chain: str, user: str | None, recent: list[ChainLine]) -> str:
@@ -155,11 +154,7 @@ def _samples(data: Path, chain: ChainView) -> dict[str, Sample]:
 
 
 def _print(chain: ChainView, samples: Mapping[str, Sample] | None) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe: its 80 columns are only a guess
-        console = Console(width=WIDTH, highlight=False)
+    console = wide_console(highlight=False)
     for line in waterfall(chain, console.width, samples):
         console.print(line)
 

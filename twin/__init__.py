@@ -14,7 +14,7 @@ The files:
 - ``faults``, ``failures``: what goes wrong; calls that come to nothing;
 - ``source``, ``arrivals``, ``clients``: open-loop requests; a trace's columns; who waits;
 - ``calls``, ``results``, ``summary``: a request in the world; as columns; a run's figures;
-- ``answer_model``, ``answers``: the contract for what is answered, and one model of it;
+- ``answer_model``, ``drawn_answers``: the contract for what is answered; drawn by rules;
 - ``errands``, ``watch``: what the policy asks for; samples and scraped metrics;
 - ``dice``: draws by key; ``alone``: an engine without policy and world;
 - ``replay``, ``report``, ``figures``, ``intervals``, ``uncertainty``: a run, shown and counted;

@@ -1,4 +1,4 @@
-"""What an answer looks like: the contract between the world and whoever models answers."""
+"""The contract between the world and whoever models answers; ``twin.drawn_answers`` does."""
 
 from __future__ import annotations
 

@@ -5,28 +5,29 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 import msgspec
 
 from controller.cli import (
-    ADMIN_URL,
-    TOKEN_VARIABLE,
     BadInput,
-    admin_url,
-    check_url,
+    no_answer,
+    other_version,
     plain_errors,
-    token_for,
+    where_of,
+    where_options,
+    wrong_token,
 )
-from controller.config import Settings
 from controller.deployment.asking import evidence_at, parse_stages, request_of
 from controller.deployment.views import Current, Diff, Row, Step
 from policy.files import load_policy, read_document
 from policy.parameters import render
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from controller.cli import Where
 
 T = TypeVar("T")
 WATCH_S = 1.0
@@ -53,42 +54,6 @@ Examples:
 """
 
 
-class Where(NamedTuple):
-    """A controller's admin API."""
-
-    url: str
-    token: str
-
-
-def _where(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say which controller is meant."""
-    for option in (
-        click.option(
-            "--token-file", type=click.Path(path_type=Path), default=None, metavar="FILE",
-            help=f"File with the admin token; else the variable {TOKEN_VARIABLE}; else admin.token"
-            " in the data folder.",
-        ),
-        click.option(
-            "--admin", default=None, metavar="URL",
-            help=f"The controller's admin API.  [default: as the data folder says, else"
-            f" {ADMIN_URL}]",
-        ),
-        click.option(
-            "--data", type=click.Path(path_type=Path), default=Path(Settings(upstreams=()).data),
-            show_default=True, metavar="FOLDER",
-            help="The controller's data folder, if it is here.",
-        ),
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
-def _found(data: Path, admin: str | None, token_file: Path | None) -> Where:
-    url = admin or admin_url(data)
-    check_url(url, "--admin", "URL", path=False)
-    return Where(url.rstrip("/"), token_for(token_file, data))
-
-
 # deploy
 
 
@@ -108,13 +73,13 @@ def _found(data: Path, admin: str | None, token_file: Path | None) -> Where:
     help="YAML with what differs from the usual plan: windows, looks, budgets.",
 )  # fmt: skip
 @click.option("--watch", is_flag=True, help="Show how it goes, to its end.")
-@_where
+@where_options
 def deploy(
     policy: str, evidence: Path | None, override: str, stages: str, plan: Path | None,
     watch: bool, data: Path, admin: str | None, token_file: Path | None,
 ) -> None:  # fmt: skip
     with plain_errors():
-        where = _found(data, admin, token_file)
+        where = where_of(data, admin, token_file)
         wanted = {
             **({} if plan is None else read_document(plan)),
             **({"stages": parse_stages(stages)} if stages else {}),
@@ -159,13 +124,13 @@ def _watched(where: Where, number: int) -> int:
     help="Deployments shown.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
-@_where
+@where_options
 def history(
     most: int, as_json: bool, data: Path, admin: str | None, token_file: Path | None
 ) -> None:
     """Which policies were deployed, by whom, with which evidence, and what became of each."""
     with plain_errors():
-        rows = _rows(_found(data, admin, token_file))[:most]
+        rows = _rows(where_of(data, admin, token_file))[:most]
         if as_json:
             click.echo(msgspec.json.encode(rows).decode())
             return
@@ -183,14 +148,14 @@ def history(
 @click.command("diff")
 @click.argument("a", type=int, required=False)
 @click.argument("b", type=int, required=False)
-@_where
+@where_options
 def diff(
     a: int | None, b: int | None, data: Path, admin: str | None, token_file: Path | None
 ) -> None:
     """What deployment A changed; or what differs from A's policy to B's. Without both: what the
     last deployment changed."""
     with plain_errors():
-        where = _found(data, admin, token_file)
+        where = where_of(data, admin, token_file)
         if a is None:
             rows = _rows(where)
             if not rows:
@@ -210,13 +175,13 @@ def diff(
     help="The deployment whose policy is to rule.  [default: what ruled before]",
 )  # fmt: skip
 @click.option("--why", default="an operator asked for it", show_default=True, metavar="REASON")
-@_where
+@where_options
 def rollback(
     to: int | None, why: str, data: Path, admin: str | None, token_file: Path | None
 ) -> None:
     """End the deployment that is under way, or put back the policy from before; at once."""
     with plain_errors():
-        where = _found(data, admin, token_file)
+        where = where_of(data, admin, token_file)
         began_s = time.monotonic()
         row = asked(where, "/deployments/current/rollback", Row, {"why": why, "to": to})
         took_s = time.monotonic() - began_s
@@ -227,13 +192,13 @@ def rollback(
 @click.command("status")
 @click.option("--json", "as_json", is_flag=True, help="As the controller says it.")
 @click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
-@_where
+@where_options
 def status(
     as_json: bool, watch: bool, data: Path, admin: str | None, token_file: Path | None
 ) -> None:
     """What is being deployed: stage, both arms' requests and misses, verdict, budget."""
     with plain_errors():
-        where = _found(data, admin, token_file)
+        where = where_of(data, admin, token_file)
         while True:
             current = _current(where)
             if as_json:
@@ -323,18 +288,14 @@ def asked(where: Where, path: str, kind: type[T], document: object = None) -> T:
         with error:
             raise _told(url, error.code, error.read()) from None
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise BadInput(
-            f"{url}: no controller answers there ({reason}): give its data folder with --data, or"
-            " its admin API with --admin"
-        ) from None
+        raise no_answer(url, error) from None
     except msgspec.MsgspecError as error:
-        raise BadInput(f"{url}: is no admin API of this version: {error}") from error
+        raise other_version(url, error) from error
 
 
 def _told(url: str, status: int, body: bytes) -> click.ClickException:
     if status == 401:
-        return BadInput(f"{url}: the admin token is not the controller's")
+        return wrong_token(url)
     try:
         problem = msgspec.json.decode(body, type=_Problem).error
     except msgspec.MsgspecError:

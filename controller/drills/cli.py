@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from controller.cli import TOKEN_VARIABLE, BadInput, check_url, plain_errors, token_for
+from controller.cli import (
+    TOKEN_VARIABLE,
+    BadInput,
+    check_url,
+    plain_errors,
+    token_for,
+    wide_console,
+)
 from controller.config import Settings
 from controller.drills.proxy import NOTHING_PASSES, Link
 from policy.drills import DRILL_KINDS, RULE
@@ -307,13 +314,7 @@ def _check(injection: Injection) -> None:
 
 def show(result: DrillResult) -> None:
     """Print it."""
-    from rich.console import Console
-
-    from controller.cli import WIDTH
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = wide_console()
     console.print(f"{result.kind} on {result.target}: {result.what}", highlight=False)
     if result.simulated:
         console.print(f"  simulated: {result.simulated}", highlight=False)

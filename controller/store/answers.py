@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
+from controller.store import sqlite
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from concurrent.futures import Future
@@ -39,6 +41,8 @@ WAITING_BYTES_MOST = 16 * 1024 * 1024
 """Answers that wait to be written; more are left out."""
 CANDIDATES_MOST = 2_000
 """The youngest of these are compared by their vectors."""
+BUSY_S = 2.0
+"""For how long the file is waited for: it is only a cache."""
 FLUSH_S = 0.1
 """Answers wait that long for others, to be written together."""
 _PRUNE_S = 60.0
@@ -393,32 +397,19 @@ class KeptAnswers:
         return self._connection
 
     def _connect(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch(0o600)
-        self.path.chmod(0o600)  # it holds answers; the files beside it get the same mode
-        connection = sqlite3.connect(self.path, timeout=2.0, check_same_thread=False)
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            self._check(connection)
-            with connection:
-                self._pruned_s = 0.0
-                self._count(connection)
-                self._prune(connection)
-            self._shrink(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return sqlite.opened(self.path, self._prepare, busy_s=BUSY_S, any_thread=True)
 
-    def _check(self, connection: sqlite3.Connection) -> None:
-        (schema,) = connection.execute("PRAGMA user_version").fetchone()
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if schema == 0 and not tables:
-            script = f"BEGIN; {_TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;"
-            connection.executescript(script)
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        schema = sqlite.schema_of(connection)
+        if schema is None:
+            sqlite.make(connection, _TABLES, SCHEMA)
         elif schema != SCHEMA:
             raise sqlite3.DatabaseError(f"schema {schema} is not known, this version has {SCHEMA}")
+        with connection:
+            self._pruned_s = 0.0
+            self._count(connection)
+            self._prune(connection)
+        self._shrink(connection)
 
     def _shrink(self, connection: sqlite3.Connection) -> None:
         (free,) = connection.execute("PRAGMA freelist_count").fetchone()

@@ -12,17 +12,21 @@ at a time.
 from __future__ import annotations
 
 import secrets
-import sqlite3
 import time
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
+from controller.store import sqlite
+
 if TYPE_CHECKING:
+    import sqlite3
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 SCHEMA = 1
 KEEP_S = 7 * 86_400.0
@@ -30,8 +34,6 @@ KEEP_BYTES = 1024 * 1024 * 1024
 ROW_BYTES = 512
 """What a checkpoint counts beside its answer."""
 PRUNE_S = 60.0
-LOCKED_S = 10.0
-"""For how long another process that writes the same file is waited for."""
 CONNECT_S = 0.25
 COMMAND_S = 1.0
 
@@ -253,46 +255,29 @@ class SqliteCheckpoints:
             db.execute("DELETE FROM checkpoints WHERE number <= ?", (last,))
         self._kept_bytes = int(kept)
 
-    @contextmanager
-    def _plain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise CheckpointsError(
-                f"{self._path}: {error}; if it is damaged, move it away: an empty one is made, and"
-                " the chains it held begin anew"
-            ) from error
+    def _plain_errors(self) -> AbstractContextManager[None]:
+        lost = "the chains it held begin anew"
+        return sqlite.plain_errors(self._path, CheckpointsError, lost)
 
 
 def _opened(path: Path) -> sqlite3.Connection:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(0o600)
-        path.chmod(0o600)  # it holds answers; the files beside it get the same mode
+        return sqlite.opened(path, partial(_prepare, path), synchronous="FULL", any_thread=True)
     except OSError as error:
         raise CheckpointsError(
             f"{path}: {error.strerror}; name a file that can be written"
         ) from error
-    db = sqlite3.connect(path, timeout=LOCKED_S, check_same_thread=False)
-    try:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")
-        db.execute("BEGIN IMMEDIATE")  # two processes may make the same file
-        (schema,) = db.execute("PRAGMA user_version").fetchone()
-        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if schema == 0 and not tables:
-            for statement in f"{_TABLES} PRAGMA user_version = {SCHEMA}".split(";"):
-                db.execute(statement)
-        elif schema != SCHEMA:
-            raise CheckpointsError(
-                f"{path}: schema {schema} is not known, this version reads schema {SCHEMA}: use the"
-                " version that wrote it, or name another file"
-            )
-        db.commit()
-    except BaseException:
-        db.close()
-        raise
-    return db
+
+
+def _prepare(path: Path, db: sqlite3.Connection) -> None:
+    db.execute("BEGIN IMMEDIATE")  # two processes may make the same file
+    schema = sqlite.schema_of(db)
+    if schema is None:
+        for statement in f"{_TABLES} PRAGMA user_version = {SCHEMA}".split(";"):
+            db.execute(statement)
+    elif schema != SCHEMA:
+        raise CheckpointsError(sqlite.unknown_schema(path, schema, SCHEMA, "name another file"))
+    db.commit()
 
 
 # ---- Redis ----

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from controller.store import deployments
+from controller.store import deployments, sqlite
 from policy.parameters import canonical
 
 if TYPE_CHECKING:
@@ -187,45 +187,24 @@ class Database:
             return work(self._connection)
 
     def _guarded(self, work: Callable[[], T]) -> T:
-        try:
+        with sqlite.plain_errors(self.path, DatabaseError, "the history of deployments is gone"):
             return work()
-        except sqlite3.Error as error:
-            raise DatabaseError(
-                f"{self.path}: {error}; if it is damaged, move it away: an empty one is made, and"
-                " the history of deployments is gone"
-            ) from error
 
     def _open(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch(0o600)
-        self.path.chmod(0o600)  # the files beside it get the same mode
-        connection = sqlite3.connect(self.path, timeout=10.0)
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            self._check(connection)
-            (told,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            if told != "ok":
-                raise sqlite3.DatabaseError(told.replace("\n", " "))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return sqlite.opened(self.path, self._prepare)
 
-    def _check(self, connection: sqlite3.Connection) -> None:
-        (schema,) = connection.execute("PRAGMA user_version").fetchone()
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        wanted = _TABLES if schema == 0 and not tables else ""
-        if schema in (1, 2):
-            wanted = (deployments.FROM_SCHEMA_1 if schema == 1 else "") + _TO_SCHEMA_3
-        if wanted:
-            with connection:
-                connection.executescript(f"BEGIN; {wanted} PRAGMA user_version = {SCHEMA}; COMMIT;")
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        schema = sqlite.schema_of(connection)
+        if schema is None:
+            sqlite.make(connection, _TABLES, SCHEMA)
+        elif schema in (1, 2):
+            newer = (deployments.FROM_SCHEMA_1 if schema == 1 else "") + _TO_SCHEMA_3
+            sqlite.make(connection, newer, SCHEMA)
         elif schema != SCHEMA:
-            raise DatabaseError(
-                f"{self.path}: schema {schema} is not known, this version reads schema {SCHEMA}:"
-                " use the version that wrote it, or move the file away"
-            )
+            raise DatabaseError(sqlite.unknown_schema(self.path, schema, SCHEMA))
+        (told,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if told != "ok":
+            raise sqlite3.DatabaseError(told.replace("\n", " "))
 
 
 def _history(db: sqlite3.Connection, most: int) -> list[Deployment]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from controller.store import sqlite
 from controller.store.database import DatabaseError
 
 if TYPE_CHECKING:
@@ -293,29 +294,21 @@ class StepStore:
         ).fetchone()
 
     def _guarded(self, work: Callable[[], T]) -> T:
-        try:
+        lost = "the chains that it held can be looked at no more"
+        with sqlite.plain_errors(self.path, DatabaseError, lost):
             return work()
-        except sqlite3.Error as error:
-            raise DatabaseError(
-                f"{self.path}: {error}; if it is damaged, move it away: an empty one is made, and"
-                " the chains that it held can be looked at no more"
-            ) from error
 
     def _open(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch(0o600)
-        self.path.chmod(0o600)
-        connection = sqlite3.connect(self.path, timeout=10.0)
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            _check(connection, self.path)
-            with connection:
-                self._prune(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return sqlite.opened(self.path, self._prepare)
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        schema = sqlite.schema_of(connection)
+        if schema is None:
+            sqlite.make(connection, _TABLES, SCHEMA)
+        elif schema != SCHEMA:
+            raise DatabaseError(sqlite.unknown_schema(self.path, schema, SCHEMA))
+        with connection:
+            self._prune(connection)
 
 
 def read_only(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -327,11 +320,12 @@ def read_only(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
     if not path.is_file():
         raise DatabaseError(f"{path}: is not here: --data names the controller's data folder")
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0)
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        connection = sqlite3.connect(uri, uri=True, timeout=sqlite.BUSY_S)
         try:
             (schema,) = connection.execute("PRAGMA user_version").fetchone()
             if schema != SCHEMA:
-                raise DatabaseError(_unknown(path, schema))
+                raise DatabaseError(sqlite.unknown_schema(path, schema, SCHEMA))
             return work(connection)
         finally:
             connection.close()
@@ -439,20 +433,3 @@ def _is_over(steps: list[ChainStep], now_s: float) -> bool:
 def _storable(name: str) -> bool:
     """Bytes of an address that are no UTF-8 come as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in name)
-
-
-def _check(connection: sqlite3.Connection, path: Path) -> None:
-    (schema,) = connection.execute("PRAGMA user_version").fetchone()
-    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if schema == 0 and not tables:
-        with connection:
-            connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
-    elif schema != SCHEMA:
-        raise DatabaseError(_unknown(path, schema))
-
-
-def _unknown(path: Path, schema: int) -> str:
-    return (
-        f"{path}: schema {schema} is not known, this version reads schema {SCHEMA}: use the version"
-        " that wrote it, or move the file away"
-    )

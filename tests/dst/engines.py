@@ -18,9 +18,9 @@ from policy.parameters import canonical
 from tests.dst.clients import Clients
 from tests.dst.random_scenarios import Moment, Scenario, checked
 from tests.dst.rules import Broken
-from twin.answers import Answers, DrawnAnswers
 from twin.arrivals import Asked
 from twin.cards import CardSettings
+from twin.drawn_answers import Answers, DrawnAnswers
 from twin.faults import Fault
 from twin.fleet import ReplicaSpec, fleet_of
 from twin.world import World, WorldSettings

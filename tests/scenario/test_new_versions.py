@@ -18,7 +18,7 @@ from policy.decisions import Alert, Dispatch, Rotated, Start, Stop
 from policy.events import Event, ReplicaDown, ReplicaUp, RolloutRequested, Standby
 from policy.files import load_policy
 from tests.support import ListLog, S, chunk_of
-from twin.answers import Answers, DrawnAnswers
+from twin.drawn_answers import Answers, DrawnAnswers
 from twin.faults import BadWeights, ColdStart, EngineHung, EngineKilled, StartFails
 from twin.fleet import fleet_of
 from twin.scenario.happenings import schedule

@@ -287,7 +287,7 @@ def test_replicas_are_read_one_after_the_other() -> None:
             for other in others:
                 other.up = True
             driver = Driver(*others)
-            scraper = Scraper(driver, 0.4)
+            scraper = Scraper(driver, 4.0)
             scraper.start()
             await driver.until(lambda: len(driver.events) == 1)
             await asyncio.sleep(0.05)

@@ -14,9 +14,9 @@ from policy.files import FileError, code_hash, nearest
 from policy.log import FullLog, HashLog, Header
 from policy.parameters import canonical
 from traces import open_trace
-from twin.answers import DrawnAnswers
 from twin.arrivals import arrivals
 from twin.clients import CallClients, Calls, ChainClients, Chains, SessionClients, Setting
+from twin.drawn_answers import DrawnAnswers
 from twin.faults import kind_of
 from twin.figures.collect import Collected
 from twin.replay import rare_collections

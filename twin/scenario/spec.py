@@ -8,10 +8,10 @@ import msgspec
 from msgspec import Meta
 
 from traces.generate.lengths import NonNegative, Positive  # noqa: TC001 - msgspec reads them
-from twin.answers import Answers  # noqa: TC001
 from twin.cards import CardSettings  # noqa: TC001
 from twin.clients import Calls, Chains, Sessions
 from twin.clients.setting import Name  # noqa: TC001
+from twin.drawn_answers import Answers  # noqa: TC001
 from twin.faults import Fault  # noqa: TC001
 from twin.figures import Measure
 from twin.scenario.drill import Drill  # noqa: TC001

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from twin.answers import Answers, DrawnAnswers
 from twin.arrivals import Asked
+from twin.drawn_answers import Answers, DrawnAnswers
 
 SURE = {
     "share": 0.9,

@@ -1,4 +1,4 @@
-"""What engines answer, as far as anybody can see: how sure it looks, and whether it is right.
+"""Answers drawn from a scenario's rules: how sure each looks, and whether it is right.
 
 An answer is of one of a few *kinds* (a sure one, an unsure one), each with laws for the features
 that logprobs give and a chance of being right. The share of each kind may move with the load of the
@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from traces.generate.lengths import Law  # noqa: TC001 - msgspec reads it
+from twin.answer_model import Features
 from twin.dice import Dice, Share, quantile_of
-from twin.world import Features
 
 if TYPE_CHECKING:
     from twin.arrivals import Asked, Chunk
