@@ -87,4 +87,4 @@ def collector() -> Iterator[Collector]:
             yield kept
         finally:
             server.shutdown()
-            thread.join(5)
+            thread.join(60)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,14 +19,16 @@ from typing import TYPE_CHECKING
 import yaml
 
 from tests.controller.processes import http
+from tests.fleet.ports import lasting_port
 from tests.live.vllm_env.ensure import environment, python_of, tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0
 """Measured: 31 to 65 s on two quiet cores; a busy machine takes longer."""
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
+READ_S_MOST = 60.0
 MODEL = "tiny"
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 256
@@ -55,7 +56,7 @@ class Vllm:
 
     def samples(self) -> dict[str, float]:
         """Its metrics by name; of those with more than one label set, the sum."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=READ_S_MOST) as answer:
             text = answer.read().decode()
         found: dict[str, float] = {}
         for name, value in _SAMPLE.findall(text):
@@ -84,14 +85,6 @@ class Vllm:
             os.kill(pid, number)
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def vllm_servers(
     count: int,
@@ -113,7 +106,7 @@ def vllm_servers(
             if count > 1:
                 core = cores[number % len(cores)]
                 environment_of["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
-            port = free_port()
+            port = lasting_port()  # it is half a minute until it listens there
             log = Path(scratch) / f"server{number}.log"
             model = models[number] if models else tiny_model(environment())
             given = (*options, *(own[number] if own else ()))

@@ -45,7 +45,7 @@ class Ran:
 def calibrate(*options: object) -> tuple[int, str]:
     """Run the command; its exit code and all that it printed."""
     command = [sys.executable, "-m", "twinkeel", "calibrate", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=2000)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -45,7 +45,7 @@ def controller(
 @pytest.fixture
 def client(controller: Controller) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{controller.url}/v1", api_key="none", max_retries=0, timeout=60
+        base_url=f"{controller.url}/v1", api_key="none", max_retries=0, timeout=300
     ) as made:
         yield made
 

@@ -46,6 +46,8 @@ name: near
 discipline: tiered
 # Of 64 seats the default would keep three free for Turbo, which is more than a hundredth or two.
 inflight: {reserve_permille: 20}
+# Nor is it tested what happens to a server that gets no processor for seconds.
+health: {first_grace_ms: 30000, stall_ms: 30000}
 """
 CLASSES = {"P0": 0.3, "P1": 0.4, "P2": 0.3}
 

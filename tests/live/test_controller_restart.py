@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pyarrow.parquet as pq
 import pytest
 
-from policy.events import Restored
+from policy.events import Arrived, Restored
 from tests.controller.asking import Answer, ask, ask_all, chat, session
 from tests.controller.processes import eventually
 from tests.controller.stories import read_story
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.live
 
 STREAMS = 20
+BEGUN_S = 300.0
+FINISH_S = 600.0
 MARKER = "xyzzy-plugh-secret-marker"
 
 
@@ -42,8 +44,9 @@ async def _streams(controller: Controller, tokens: int, then: Callable[[], objec
             )
             for n in range(STREAMS)
         ]  # fmt: skip
-        for _ in asked:
-            await under_way.acquire()
+        async with asyncio.timeout(BEGUN_S):
+            for _ in asked:
+                await under_way.acquire()
         await asyncio.to_thread(then)
         return list(await asyncio.gather(*asked))
 
@@ -52,10 +55,10 @@ def test_told_to_stop_it_finishes_every_stream_and_keeps_no_text(
     vllm: list[Vllm], profile: str, patient: str, controllers: Controllers, ledger: Ledger
 ) -> None:
     controller = controllers(
-        [server.upstream(profile) for server in vllm], policy=patient, drain_s=60.0
+        [server.upstream(profile) for server in vllm], policy=patient, drain_s=FINISH_S
     )
-    answers = asyncio.run(_streams(controller, 100, controller.term))
-    assert controller.process.wait(60) == 0
+    answers = asyncio.run(_streams(controller, 300, controller.term))
+    assert controller.process.wait(FINISH_S) == 0
     cut = sum(not answer.good for answer in answers)
     ledger.add(
         "sigterm_cut", cut, "streams", "= 0", f"of {STREAMS} open streams of vLLM, at SIGTERM"
@@ -76,11 +79,19 @@ def test_killed_under_load_nothing_else_is_lost(
     vllm: list[Vllm], profile: str, patient: str, controllers: Controllers
 ) -> None:
     controller = controllers([server.upstream(profile) for server in vllm], policy=patient)
+
+    def arrived() -> int:
+        return sum(isinstance(each.event, Arrived) for each in controller.records())
+
+    def kill() -> None:
+        eventually("the log has them all", lambda: arrived() == STREAMS)
+        controller.kill()
+
     # So long that none is over before all have begun, on whatever machine.
-    answers = asyncio.run(_streams(controller, 2000, controller.kill))
+    answers = asyncio.run(_streams(controller, 2000, kill))
     assert all(answer.status == 200 for answer in answers)
     assert not any(answer.clean for answer in answers), "a closed connection, no clean end"
-    eventually("vLLM is idle", lambda: not any(server.busy for server in vllm), 5.0)
+    eventually("vLLM is idle", lambda: not any(server.busy for server in vllm), 60.0)
     again = controllers.again(controller.settings, controller.folder)
     (fine,) = asyncio.run(ask_all(again.url, [chat("tiny", "again", 4)]))
     assert fine.good

@@ -42,6 +42,8 @@ def test_the_recording_is_replayed_as_it_is(
         sys.executable, "-m", "twinkeel", "replay", str(trace), "--policy", "stable",
         "--profile", profile, "--replicas", "2", "--out", str(tmp_path / "report"),
     ]  # fmt: skip
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert list((tmp_path / "report").iterdir())

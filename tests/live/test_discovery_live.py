@@ -44,7 +44,7 @@ async def watched(url: str) -> None:
         scraper = Scraper(driver, 0.3, watcher.paged)
         watcher.start()
         scraper.start()
-        await driver.until(lambda: any(isinstance(each, Scraped) for each in driver.events), 20.0)
+        await driver.until(lambda: any(isinstance(each, Scraped) for each in driver.events), 120.0)
         warmed = await warm(replica)
         assert warmed.ok
         assert warmed.version == str(tiny_model(environment()))
@@ -53,7 +53,9 @@ async def watched(url: str) -> None:
         assert first is not None
         assert await scraper.read_progress(replica) == first, "it has nothing to do"
         await ask(replica, 16)
-        later = await scraper.read_progress(replica)
+        async with asyncio.timeout(60.0):
+            while (later := await scraper.read_progress(replica)) == first:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         assert later == first + 16
         await asyncio.sleep(1.0)
         await scraper.close()

@@ -4,13 +4,15 @@ controller is killed, and the next one goes on with what runs; one of two engine
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 import pytest
 import yaml
 
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.live
 
-START_S_MOST = 400.0
+START_S_MOST = 900.0
+UP_S_MOST = 120.0
 FIRST, STEADY = 20, 60
 POLICY = """\
 schema: 1
@@ -93,6 +96,14 @@ class Site:
     def up(self) -> list[int]:
         return [each["id"] for each in self.controller.status()["replicas"] if each["up"]]
 
+    def busy_s(self) -> float:
+        """Processor time of all that it has started, and of what that has, so far."""
+        found = 0.0
+        for pid in members(self.fleet_folder):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += sum(psutil.Process(pid).cpu_times()[:4])
+        return found
+
     def engines(self, name: str) -> list[int]:
         """The engine core's process of a slot, and its workers'."""
         found = members(self.fleet_folder, name)
@@ -103,22 +114,36 @@ def _name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-async def one_by_one(url: str, count: int) -> list[float]:
-    """How long each of some requests takes, in seconds, first token to last included."""
-    taken: list[float] = []
+class Taken(NamedTuple):
+    """What a request took, in seconds."""
+
+    s: float
+    """First token to last included."""
+    busy_s: float
+    """Of processors, by all that belongs to the fleet: one that waits for its turn takes none."""
+
+
+async def one_by_one(site: Site, count: int) -> list[Taken]:
+    """What each of some requests takes."""
+    url = site.controller.url
+    taken: list[Taken] = []
     async with session() as client:
         for number in range(count):
             text = " ".join(f"word{number}-{place}" for place in range(20 + 3 * (number % 20)))
+            before_s = site.busy_s()
             answer = await ask(client, url, chat(MODEL, text, 16))
             assert answer.good, answer
-            taken.append(answer.e2e_s)
+            taken.append(Taken(answer.e2e_s, site.busy_s() - before_s))
     return taken
 
 
-def first_against_steady(site: Site) -> float:
-    """p99 of the first requests over p99 of those after them."""
-    taken = asyncio.run(one_by_one(site.controller.url, FIRST + STEADY))
-    return max(taken[:FIRST]) / max(taken[FIRST:])
+def first_against_steady(site: Site) -> Taken:
+    """p99 of the first requests over p99 of those after them, of either time."""
+    taken = asyncio.run(one_by_one(site, FIRST + STEADY))
+    return Taken(
+        max(each.s for each in taken[:FIRST]) / max(each.s for each in taken[FIRST:]),
+        max(each.busy_s for each in taken[:FIRST]) / max(each.busy_s for each in taken[FIRST:]),
+    )
 
 
 async def under_load(url: str, s: float, happens: Callable[[], object]) -> list[Answer]:
@@ -150,7 +175,7 @@ def test_one_is_killed_the_controller_is_and_one_hangs(tmp_path: Path, ledger: L
     site = Site(controller, tmp_path)
     try:
         site.until("serving", "warm")
-        eventually("it is up", lambda: site.up() == [0], 30.0)
+        eventually("it is up", lambda: site.up() == [0], UP_S_MOST)
         ratios = [first_against_steady(site)]
         print("first against steady", ratios)
         victim, core = site.pids()[0], site.engines(f"{MODEL}-0")
@@ -163,10 +188,10 @@ def test_one_is_killed_the_controller_is_and_one_hangs(tmp_path: Path, ledger: L
         controller.kill()
         fleet_file(tmp_path, 2)
         controller = site.controller = start_controller(settings, tmp_path)
-        eventually("it is adopted", lambda: site.up() == [0], 30.0)
+        eventually("it is adopted", lambda: site.up() == [0], UP_S_MOST)
         assert site.pids()[0] == left_over
         site.until("serving", "serving")
-        eventually("both are up", lambda: site.up() == [0, 1], 30.0)
+        eventually("both are up", lambda: site.up() == [0, 1], UP_S_MOST)
         hung_s = hung(site)
         site.until("serving", "serving")
         assert site.controller.status()["refused_events"] == 0
@@ -185,8 +210,10 @@ def test_one_is_killed_the_controller_is_and_one_hangs(tmp_path: Path, ledger: L
     assert downs[-3:] == ["hung", "stopped", "stopped"]
     ledger.add("fleet_replaced_s", replaced_s, "s", "<= 37", "kill -9 of vLLM, a warm standby")
     ledger.add("fleet_hung_isolated_s", hung_s, "s", "<= 37", "its engine core stands still")
-    ledger.add("first20_p99_ratio", max(ratios), "", "<= 1.2", "vLLM, after a start and a takeover")
-    assert max(ratios) < 2.0, f"what a first request compiles takes seconds: {ratios}"
+    late = max(each.s for each in ratios)
+    ledger.add("first20_p99_ratio", late, "", "<= 1.2", "vLLM, after a start and a takeover")
+    # A machine that stood still makes one late that computes no more than the others.
+    assert max(map(min, ratios)) < 2.0, f"what a first request compiles takes seconds: {ratios}"
 
 
 def killed(site: Site, victim: int) -> float:

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.controller.processes import http
-from tests.live.server import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MODEL, Vllm, vllm_servers
+from tests.controller.processes import eventually, http
+from tests.live.server import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    MODEL,
+    READ_S_MOST,
+    Vllm,
+    vllm_servers,
+)
 from traces.steps import Recording, RequestRow, StepRow, StepTail, read_steps, steps_file
 
 if TYPE_CHECKING:
@@ -88,15 +95,21 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
             ]
             for job in jobs:
                 job.result()
-        tailed += tail.read_new()
-        time.sleep(0.6)  # three of the writer's periods
-        tailed += tail.read_new()
+
+        def written() -> Recording | None:
+            recording = read_steps(path)
+            tailed.extend(tail.read_new())
+            whole = len(recording.requests) == len(asked)
+            read = len(recording.requests) + len(recording.steps)
+            return recording if whole and len(tailed) == read else None
+
+        recording = eventually("all of them are in the file", written, 60.0, 0.2)
         tail.close()
         ended_ns = time.monotonic_ns()
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=READ_S_MOST) as answer:
             metrics = answer.read().decode()
         yield Ran(
-            read_steps(path),
+            recording,
             path,
             tailed,
             asked,

@@ -10,18 +10,40 @@ import pytest
 import streamlit
 from streamlit.testing.v1 import AppTest
 
+from dashboards import admin
 from dashboards.jobs import Jobs
+from dashboards.parts import job_panel
 from dashboards.state import VARIABLE, Settings
 from dashboards.words import FILE
 from tests.ui.controllers import controller_at
 
 if TYPE_CHECKING:
+    import http.client
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.controller.processes import Controller
 
 KINDS = "tests.ui.kinds"
+DRAWN_S = 300
+"""Until a page is drawn, on a machine that may have much else to do."""
+ANSWERS_S = 60.0
+"""Until a controller answers there."""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the app's own patience is for, a person before it, is not there: a page that looks at a
+    controller waits for it, and a click is for the panel that is drawn next, however late."""
+    connection = admin._connection
+
+    def patient(
+        scheme: str, host: str, port: int | None, timeout_s: float
+    ) -> http.client.HTTPConnection:
+        return connection(scheme, host, port, max(ANSWERS_S, timeout_s))
+
+    monkeypatch.setattr(admin, "_connection", patient)
+    monkeypatch.setattr(job_panel, "ASKED_S", float(DRAWN_S))
 
 
 @pytest.fixture
@@ -53,7 +75,7 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     streamlit.cache_data.clear()
 
     def opened(page: str = "", query: dict[str, list[str]] | None = None) -> AppTest:
-        session = AppTest.from_file(str(FILE.with_name("app.py")), default_timeout=60)
+        session = AppTest.from_file(str(FILE.with_name("app.py")), default_timeout=DRAWN_S)
         for name, values in (query or {}).items():
             session.query_params[name] = values
         session.run()
@@ -65,6 +87,15 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         jobs.cancel(job.id)
     streamlit.cache_resource.clear()
     streamlit.cache_data.clear()
+
+
+@pytest.fixture
+def idle(app: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An app whose jobs wait for good."""
+    settings = msgspec.json.decode(os.environ[VARIABLE], type=Settings)
+    still = msgspec.structs.replace(settings, jobs=0)
+    monkeypatch.setenv(VARIABLE, msgspec.json.encode(still).decode())
+    streamlit.cache_resource.clear()
 
 
 @pytest.fixture(scope="session")

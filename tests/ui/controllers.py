@@ -19,6 +19,7 @@ from policy.parameters import render
 from tests.controller.processes import (
     eventually,
     http,
+    patient,
     settings_for,
     start_controller,
     stop,
@@ -37,6 +38,7 @@ DOMAIN = "host7/card3"
 BODY = {
     "model": "qwen3-8b", "max_tokens": 3, "messages": [{"role": "user", "content": "hello"}],
 }  # fmt: skip
+CHAINS = "chains: {default: {budget_ms: 60000}}\n"
 CHAIN_STEPS = ("plan", "db_query", "summary")
 
 
@@ -45,7 +47,8 @@ def controller_at(folder: Path) -> Iterator[Controller]:
     """A controller and its twin, as processes; the twin records its steps."""
     with twin_process("--steps", str(folder / "steps")) as twin:
         upstream = {"url": twin.url, "domain": DOMAIN, "profile": "h100-sxm/qwen3-8b"}
-        controller = start_controller(settings_for([upstream], folder), folder)
+        settings = settings_for([upstream], folder, policy=patient(folder, CHAINS))
+        controller = start_controller(settings, folder)
         try:
             controller.wait_up(1)
             yield controller
@@ -129,6 +132,16 @@ def as_job(given: Validated, data: Path, number: str = "0123456789abcdef") -> st
     return number
 
 
+def holding(folder: Path, text: str) -> list[Path]:
+    """The files in there that have it."""
+    found = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # SQLite has some that come and go
+            if path.is_file() and text.encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
 def steps_read(controller: Controller) -> Any:
     """Wait until steps were held against the profile; the status."""
 
@@ -137,4 +150,4 @@ def steps_read(controller: Controller) -> Any:
         status = controller.status()
         return status if status["replicas"][0]["steps_read"] else None
 
-    return eventually("steps that were read", read, 20.0, 0.2)
+    return eventually("steps that were read", read, 120.0, 0.2)

@@ -45,7 +45,7 @@ def answering(status: int, body: bytes, **headers: str) -> Iterator[tuple[str, l
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", shown
         server.shutdown()
-        thread.join(5)
+        thread.join(60)
 
 
 def failing(act: Callable[[], object]) -> AdminError:

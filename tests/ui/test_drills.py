@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-import streamlit
 
+from controller import demo as starting
+from controller.drills import demo as fleets
 from controller.drills.cli import HELP
 from controller.drills.demo import DemoFleet
 from controller.drills.measure import Criterion, DrillResult
@@ -22,12 +23,12 @@ from dashboards import state
 from dashboards.jobs import Jobs
 from dashboards.parts.drills.form import command, request_of, word
 from dashboards.parts.drills.result import FIGURES
-from dashboards.state import VARIABLE, Settings
 from dashboards.words import Words
 from dashboards.work.drill import RESULT, TAKEN_BACK, Asked
 from policy.drills import DRILL_KINDS, Difference, DrillFigures, Raised
 from tests.controller.processes import eventually
 from tests.ui.canned import document, local_fleet, told
+from tests.ui.controllers import holding
 from tests.ui.test_live import everything, replica, status_of
 
 if TYPE_CHECKING:
@@ -39,17 +40,9 @@ if TYPE_CHECKING:
     from dashboards.jobs import Job
 
 WORDS = Words.load()
-ENDS_S = 150.0
-DRILL_S = 10
-
-
-@pytest.fixture
-def idle(app: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An app whose jobs wait for good."""
-    settings = msgspec.json.decode(os.environ[VARIABLE], type=Settings)
-    still = msgspec.structs.replace(settings, jobs=0)
-    monkeypatch.setenv(VARIABLE, msgspec.json.encode(still).decode())
-    streamlit.cache_resource.clear()
+ENDS_S = 400.0
+STARTS_S = 240.0
+DRILL_S, LONG_S = 10, 300
 
 
 def figures(**more: Any) -> DrillFigures:
@@ -271,8 +264,12 @@ def test_callers_are_not_hit_without_the_target_s_name_and_token(
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoFleet]:
-    with DemoFleet(tmp_path_factory.mktemp("fleet"), "bad-answers") as found:
-        yield found
+    folder = tmp_path_factory.mktemp("fleet")
+    with pytest.MonkeyPatch.context() as patience:
+        patience.setattr(starting, "START_S", STARTS_S)
+        patience.setattr(fleets, "UP_S_MOST", STARTS_S)
+        with DemoFleet(folder, "bad-answers") as found:
+            yield found
 
 
 @pytest.fixture
@@ -318,7 +315,7 @@ def test_a_live_fleet_is_drilled_and_a_cancel_takes_it_back(
     for wanted in ("qwen3-8b-0", "qwen3-8b-standby-0", "its own processes", "knows no card"):
         assert wanted in seen, wanted
     drilling.radio("drill_kind").set_value("bad-answers").run()
-    drilling.number_input("drill_for").set_value(60).run()
+    drilling.number_input("drill_for").set_value(LONG_S).run()
     ask(drilling, fleet.admin.url, f"{token}x")
     assert any("not the controller's admin token" in each.value for each in drilling.error)
     ask(drilling, fleet.admin.url, token)
@@ -339,8 +336,8 @@ def test_a_live_fleet_is_drilled_and_a_cancel_takes_it_back(
                    "No prediction"):  # fmt: skip
         assert wanted in shown, wanted
     assert token not in shown
-    kept = [path for path in (tmp_path / "ui").rglob("*") if path.is_file()]
-    assert [path for path in kept if token.encode() in path.read_bytes()] == []
+    assert holding(tmp_path / "ui", "SIGKILL to qwen3-8b-0"), "what it has found is there"
+    assert holding(tmp_path / "ui", token) == []
 
 
 def test_what_the_target_refuses_is_a_sentence(app: object, fleet: DemoFleet) -> None:

@@ -23,6 +23,7 @@ from dashboards.parts.live.predicted import (
     remember,
     running_error,
 )
+from tests.ui.conftest import DRAWN_S
 from tests.ui.controllers import DOMAIN, steps_read
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ draw(Answer("application/json", b"{"))
 
 
 def test_an_answer_is_drawn_by_its_shape() -> None:
-    session = AppTest.from_string(DRAWN, default_timeout=30).run()
+    session = AppTest.from_string(DRAWN, default_timeout=DRAWN_S).run()
     assert "<i>" not in "".join(each.value for each in session.html)
     assert not session.exception
     assert session.code[0].value == "some text"

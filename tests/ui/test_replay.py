@@ -21,6 +21,7 @@ from dashboards.scenario import Kind, Scenario, to_query
 from dashboards.shelf import Shelf
 from dashboards.work import replay as work
 from dashboards.work import story
+from tests.ui.conftest import DRAWN_S
 from traces import TraceWriter, open_trace
 from twin.cli import replay_command
 from twin.fleet import fleet_of
@@ -101,7 +102,7 @@ def app(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppTest]:
     settings = state.Settings(data=str(data), jobs=1)
     monkeypatch.setenv(state.VARIABLE, msgspec.json.encode(settings).decode())
     cache_resource.clear()
-    yield AppTest.from_file(str(APP), default_timeout=60)
+    yield AppTest.from_file(str(APP), default_timeout=DRAWN_S)
     cache_resource.clear()
 
 

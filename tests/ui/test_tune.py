@@ -174,7 +174,7 @@ def test_a_tuning_that_was_ended_goes_on(tmp_path: Path, scenario: Scenario) -> 
 
 
 def test_evidence_is_signed_shown_and_sent_to_deploy(
-    app: Callable[..., AppTest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    app: Callable[..., AppTest], idle: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     scenario: Scenario,
 ) -> None:  # fmt: skip
     made = evidence_for(load_policy("stable"), load_policy("fifo")).evidence

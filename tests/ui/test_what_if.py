@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +15,7 @@ from dashboards.parts.what_if.answer import figure_name, plain_text
 from dashboards.scenario import Scenario
 from dashboards.shelf import Shelf
 from dashboards.work import ask, plan
+from tests.controller.processes import eventually
 from tests.support import write_rows
 from tests.unit.test_plan import rows
 from twin.plan.catalogue import QUESTIONS
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from streamlit.testing.v1 import AppTest
 
+    from dashboards.jobs import Job
+
+ANSWERED_S = 300.0
 SLO = {"confidence_percent": 90.0, "tpot_s": 0.1, "classes": {"P0": {"attainment_percent": 90.0}}}
 NAMED = Named(True, ("logs", "shop"), ("P0", "P1"), ("qwen3-8b",))
 
@@ -151,12 +154,13 @@ def test_twelve_questions_and_an_answer_in_two_clicks(app: Callable[..., AppTest
     assert not page.exception
     page.button(key="ask_run").click().run()
     jobs = state.jobs()
-    for _ in range(300):
-        (job,) = jobs.recent("ask")
-        if not job.open:
-            break
-        time.sleep(0.2)
+
+    def answered() -> Job | None:
         jobs.look()
+        (job,) = jobs.recent("ask")
+        return None if job.open else job
+
+    job: Job = eventually("it is answered", answered, ANSWERED_S, 0.2)
     assert job.state == "done", job.error
     page.run()
     assert not page.exception

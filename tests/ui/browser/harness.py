@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from controller import demo
 from dashboards.jobs import Jobs
 from dashboards.scenario import Scenario, to_query
 from dashboards.shelf import Shelf
+from tests.fleet.ports import lasting_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 CHROMIUM = "TWINKEEL_CHROMIUM"
 SERVES_S = 240.0
+ENDS_S = 60.0
 WAIT_MS = 180_000
+MENU_MS = 20_000
+"""Until a menu has opened, if it has not been closed again."""
 LAPTOP = {"width": 1366, "height": 768}
 SHOTS = Path("build/ui-screenshots")
 PAGES = ("replay", "what-if", "tune", "forecast", "live", "drills", "deploy")
@@ -93,13 +96,6 @@ def chromium() -> str:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 @dataclass
 class App:
     """``twinkeel ui``, as a process."""
@@ -131,7 +127,7 @@ class App:
 @contextlib.contextmanager
 def app_process(data: Path, *options: str) -> Iterator[App]:
     """The app on a free port, until it is no longer wanted; its jobs end with it."""
-    port = free_port()
+    port = lasting_port()
     data.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable, "-m", "twinkeel", "ui", "--no-browser", "--port", str(port),
@@ -157,10 +153,10 @@ def app_process(data: Path, *options: str) -> Iterator[App]:
                 jobs.cancel(job.id)
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(20)
+            process.wait(ENDS_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(20)
+            process.wait(ENDS_S)
 
 
 def _healthy(url: str) -> bool:
@@ -342,12 +338,20 @@ class Look:
         for _ in range(5):
             button.click()
             with contextlib.suppress(PlaywrightTimeoutError):
-                wanted.wait_for(timeout=5000)
+                wanted.wait_for(timeout=MENU_MS)
                 return
-        wanted.wait_for(timeout=5000)
+        wanted.wait_for(timeout=MENU_MS)
+
+    def choose_file(self, path: Path) -> None:
+        """A trace to be uploaded."""
+        place = self.key("upload_trace")
+        self.unfold(self.page.get_by_role("button", name="Upload a trace"), place)
+        place.locator("input[type=file]").set_input_files(path)
 
     def play(self, timeout_ms: float = WAIT_MS) -> Look:
         """Replay the scenario, unless that has been done, until there are results."""
+        any_of = (".st-key-job_replay", ".st-key-cancel_replay", ".st-key-replay_results")
+        self.page.wait_for_selector(", ".join(any_of))
         if self.key("job_replay").is_visible():
             self.click("job_replay")
         self.key("replay_results").wait_for(timeout=timeout_ms)

@@ -88,7 +88,8 @@ def test_a_cancel_ends_all_of_it(look: Look) -> None:
     with closing(sqlite3.connect(look.app.data / "jobs" / "jobs.db")) as database:
         (pid,) = database.execute("select pid from jobs where id = ?", (job.id,)).fetchone()
     engines = job.folder / DEMO / "data" / "fleet"
-    eventually("its engines run", lambda: (engines / "id").exists() and members(engines), 60.0)
+    begun = WORK_MS / 1000
+    eventually("its engines run", lambda: (engines / "id").exists() and members(engines), begun)
     assert group(pid)
     look.click("cancel_drill")
     look.page.get_by_test_id("stAlert").filter(

@@ -3,14 +3,18 @@ nowhere."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 from msgspec import to_builtins
 
 from dashboards.scenario import Scenario, from_query
+from tests.controller.processes import eventually
 from tests.ui.browser.harness import looking
+from tests.ui.controllers import holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from tests.ui.browser.harness import App, Demo, Look
 
 pytestmark = pytest.mark.ui
+BEGUN_S = 60.0
+PLAYED_MS = 600_000
 SMALL = Scenario(trace="shipped:sessions", policies=("fifo",))
 
 
@@ -80,8 +86,7 @@ def test_a_bad_upload_is_a_sentence(look: Look, tmp_path: Path) -> None:
     wrong = tmp_path / "mine.csv"
     wrong.write_text("a,b\n1,2\n")
     look.open()
-    look.page.get_by_role("button", name="Upload a trace").click()
-    look.key("upload_trace").locator("input[type=file]").set_input_files(wrong)
+    look.choose_file(wrong)
     alert = look.page.get_by_test_id("stAlert").filter(has_text="mine.csv")
     alert.wait_for()
     assert "Traceback" not in alert.inner_text()
@@ -98,17 +103,21 @@ def test_a_bad_link_is_a_sentence(look: Look) -> None:
 def test_a_job_outlives_a_reload_and_other_pages(
     look: Look, app: App, trace_of: Callable[[int], Path]
 ) -> None:
-    look.open("replay", Scenario(trace=app.keep(trace_of(20_000)), policies=("fifo",)))
+    asked = Scenario(trace=app.keep(trace_of(20_000)), policies=("fifo", "stable"))
+    look.open("replay", asked)
     look.click("job_replay")
+    job = eventually("it is begun", lambda: app.jobs.find("replay", to_builtins(asked)), BEGUN_S)
+    number, pid = job.id, eventually("its process", lambda: app.pid_of(job.id), BEGUN_S)
+    os.killpg(pid, signal.SIGSTOP)  # it is not over before the page has been left
     look.key("cancel_replay").wait_for()
-    number = next(job.id for job in app.jobs.recent("replay") if job.open)
-    pid = app.pid_of(number)
     look.page.reload()
-    look.page.wait_for_selector(".st-key-cancel_replay, .st-key-replay_results")
+    look.key("cancel_replay").wait_for()
     look.page.get_by_test_id("stTopNavLink").filter(has_text="Live").first.click()
     look.page.wait_for_selector("h2:has-text('Live')")
     look.page.get_by_test_id("stTopNavLink").filter(has_text="Replay").first.click()
-    look.page.wait_for_selector(".st-key-replay_results", timeout=180_000)
+    look.key("cancel_replay").wait_for()
+    os.killpg(pid, signal.SIGCONT)
+    look.page.wait_for_selector(".st-key-replay_results", timeout=PLAYED_MS)
     assert app.pid_of(number) == pid, "it was begun once"
     assert app.jobs.get(number).state == "done"
     look.idle()
@@ -139,9 +148,7 @@ def test_the_token_is_nowhere(
         look.page.wait_for_selector(".st-key-token_look, .st-key-current")
         assert look.key("token_look").is_visible(), "a reload asks again"
         assert look.faults() == []
-        kept = [path for path in data.rglob("*") if path.is_file()]
-        for path in kept:
-            assert controller.token.encode() not in path.read_bytes(), path
+        assert holding(data, controller.token) == []
 
 
 def nowhere(look: Look, token: str) -> None:
