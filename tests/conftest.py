@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 BY_THE_CLOCK = ("chains", "controller", "docs", "fleet", "live", "notebooks", "ui")
@@ -22,6 +23,10 @@ if (SHARED / "traces").is_dir():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell leaves it so in what it runs in the background, and what tests start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How quickly examples are drawn says more of the machine than of what is tested.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
