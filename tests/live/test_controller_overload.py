@@ -206,14 +206,17 @@ def test_twice_the_load(
         "requests that vLLM runs at once at twice the load, of those when flooded; middle turns",
     )  # fmt: skip
 
+    # How many are turned away before a turn ends, and not still queued then, is the machine's.
+    story = read_story(controller.records())
+    served = sum(answer.status == 200 for _, answer in answers)
+    assert served < 0.8 * len(story.requests), "it was not overloaded"
     refused = [answer for _, answer in answers if answer.status != 200]
-    assert len(refused) > 0.1 * len(answers), "it was not overloaded"
+    assert refused, "nobody was turned away"
     for answer in refused:
         assert answer.status == 429, answer.body
         assert int(answer.headers["Retry-After"]) >= 1
         assert answer.error["code"] in ("deadline", "queue_full")
         assert answer.error["type"] == "rate_limit_error"
-    story = read_story(controller.records())
     assert all(len(request.settled) == 1 for request in story.requests.values())
     waits = {sla: story.waits_s(sla) for sla in CLASSES}
     p75 = {sla: float(np.percentile(each, 75)) for sla, each in waits.items()}
