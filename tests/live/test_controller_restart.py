@@ -57,7 +57,7 @@ def test_told_to_stop_it_finishes_every_stream_and_keeps_no_text(
     controller = controllers(
         [server.upstream(profile) for server in vllm], policy=patient, drain_s=FINISH_S
     )
-    answers = asyncio.run(_streams(controller, 300, controller.term))
+    answers = asyncio.run(_streams(controller, 1000, controller.term))
     assert controller.process.wait(FINISH_S) == 0
     cut = sum(not answer.good for answer in answers)
     ledger.add(

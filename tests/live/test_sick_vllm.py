@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.live
 
-STREAMS, TOKENS = 6, 600
+STREAMS, TOKENS = 6, 2000
 """So long that none is over when all have begun, on whatever machine."""
 SILENT_S = 10
 """No server that is only short of a processor says nothing for so long."""
