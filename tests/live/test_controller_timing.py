@@ -41,8 +41,6 @@ def test_the_hops_explain_the_callers_time(
 
     answers = asyncio.run(run())
     rests: list[float] = []
-    prefills: list[float] = []
-    decodes: list[float] = []
     for answer in answers:
         assert answer.good
         if answer.events[0].startswith(b"data:"):
@@ -53,13 +51,10 @@ def test_the_hops_explain_the_callers_time(
         assert set(timing) == {*HOPS, "rest"}
         assert all(timing[name] >= 0 for name in HOPS)
         assert timing["prefill"] > 0
-        assert timing["decode"] > 0
-        prefills.append(timing["prefill"])
-        decodes.append(timing["decode"])
+        assert timing["decode"] > timing["prefill"]
         explained_ms = sum(timing[name] for name in HOPS)
         rests.append(100 * abs(1e3 * answer.e2e_s - explained_ms) / (1e3 * answer.e2e_s))
     print(sorted(rests))
-    assert median(decodes) > median(prefills), "of one alone, a standstill may be in either"
     ledger.add(
         "server_timing_rest_pct", median(rests), "%", "<= 5",
         f"of the caller's measured time, unexplained: median of {REQUESTS} answers of {TOKENS}"
